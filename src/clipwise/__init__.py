@@ -1,0 +1,77 @@
+"""Differentially private training that measures and reduces the bias of per-sample clipping.
+
+Receives: your model, a loss that gives one value per sample, and your data.
+Gives: the public names; each is imported when it is first used, so that ``clipwise calibrate`` starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from clipwise.accounting import Ledger as Ledger
+    from clipwise.accounting import calibrate as calibrate
+    from clipwise.accounting import epsilon as epsilon
+    from clipwise.diagnostics import clipping_bias as clipping_bias
+    from clipwise.methods import METHODS as METHODS
+    from clipwise.methods import Method as Method
+    from clipwise.methods import adaptive as adaptive
+    from clipwise.methods import automatic as automatic
+    from clipwise.methods import flat as flat
+    from clipwise.methods import global_ as global_
+    from clipwise.methods import layerwise as layerwise
+    from clipwise.methods import normalised as normalised
+    from clipwise.methods import psac as psac
+    from clipwise.methods import schedule as schedule
+    from clipwise.randomness import SecureStream as SecureStream
+    from clipwise.randomness import SeededStream as SeededStream
+    from clipwise.records import SampleGradients as SampleGradients
+    from clipwise.records import oracle as oracle
+    from clipwise.records import per_sample as per_sample
+    from clipwise.training import Private as Private
+    from clipwise.training import Run as Run
+    from clipwise.training import cross_entropy as cross_entropy
+    from clipwise.training import make_private as make_private
+    from clipwise.training import train as train
+    from clipwise.types import InputError as InputError
+    from clipwise.types import Refused as Refused
+
+_HOME = {
+    "types": ("InputError", "Refused"),
+    "randomness": ("SecureStream", "SeededStream"),
+    "records": ("SampleGradients", "per_sample"),
+    "methods": (
+        "METHODS",
+        "Method",
+        "adaptive",
+        "automatic",
+        "flat",
+        "global_",
+        "layerwise",
+        "normalised",
+        "psac",
+        "schedule",
+    ),
+    "accounting": ("Ledger", "calibrate", "epsilon"),
+    "diagnostics": ("clipping_bias",),
+    "training": ("Private", "Run", "cross_entropy", "make_private", "train"),
+}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
+__all__ = sorted([*_WHERE, "oracle"])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "oracle":
+        return importlib.import_module("clipwise.records.oracle")
+    if name not in _WHERE:
+        raise AttributeError(f"module 'clipwise' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"clipwise.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

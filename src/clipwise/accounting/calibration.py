@@ -1,0 +1,79 @@
+"""From noise to ε and back, before a run.
+
+Receives: δ, the sampling rate, the number of steps, and either a noise multiplier or a target ε.
+Gives: epsilon, and calibrate: the least noise multiplier that keeps the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from clipwise.accounting.events import spent
+from clipwise.types import InputError, PoissonGaussian, fraction, positive, whole
+
+# calibrate ends when the noise multiplier is known this well, relative to the least that would do
+TOLERANCE = 5e-4
+MOST_NOISE = 1e6
+
+
+def epsilon(
+    *, noise_multiplier: float, delta: float, sampling_rate: float, steps: int, accountant: str = "pld"
+) -> float:
+    """An upper bound on the ε of ``steps`` Poisson-sampled Gaussian releases, under adding or removing one sample."""
+    event = PoissonGaussian(positive("noise_multiplier", noise_multiplier), fraction("sampling_rate", sampling_rate))
+    return spent([(event, whole("steps", steps))], delta, accountant)
+
+
+def calibrate(*, epsilon: float, delta: float, sampling_rate: float, steps: int, accountant: str = "pld") -> float:
+    """The least noise multiplier, to within 1e-3 of itself, at which ``steps`` releases cost at most ``epsilon``.
+
+    *Guarantees*: ``epsilon(noise_multiplier=result, ...) <= epsilon``, evaluated and not extrapolated; the result has
+    at most six digits, so that what is printed is what was proved.
+    *Edge cases*: a target that no noise multiplier up to a million reaches is an InputError.
+    """
+    target = positive("epsilon", epsilon)
+    fraction("delta", delta, open_end=True)
+    fraction("sampling_rate", sampling_rate)
+    whole("steps", steps)
+
+    def search(start: float, step: float, tolerance: float, coarser: int = 1) -> float:
+        def cost(noise: float) -> float:
+            return spent([(PoissonGaussian(noise, sampling_rate), steps)], delta, accountant, coarser=coarser)
+
+        return _least(cost, target, start, step, tolerance)
+
+    if accountant == "pld" and target >= 1:
+        # A grid ten times coarser is ten times faster and nearly right; two evaluations on the fine one then confirm.
+        return search(search(1.0, 1.0, TOLERANCE / 50, coarser=10), TOLERANCE, TOLERANCE)
+    return search(1.0, 1.0, TOLERANCE)
+
+
+def _least(cost: Callable[[float], float], target: float, start: float, step: float, tolerance: float) -> float:
+    """The least noise that was tried and costs at most the target, with one that costs more just below it.
+
+    ``step`` is the first step away from ``start`` in log noise, ``tolerance`` the final width of the bracket there.
+    """
+    from scipy.optimize import brentq
+
+    tried: dict[float, float] = {}
+
+    def excess(log_noise: float) -> float:
+        noise = float(f"{math.exp(log_noise):.6g}")
+        if noise not in tried:
+            tried[noise] = cost(noise)
+        value = min(tried[noise], 1e3 * target)  # infinity has no slope that a root finder could use
+        return (value - target) / (value + target)
+
+    low = high = math.log(start)
+    while excess(high) > 0:
+        if high >= math.log(MOST_NOISE):
+            raise InputError(
+                f"epsilon={target:g} cannot be reached: even noise_multiplier={MOST_NOISE:g} costs "
+                f"{tried[MOST_NOISE]:.3g}; write a larger epsilon or delta, fewer steps or a smaller sampling_rate"
+            )
+        low, high, step = high, min(high + step, math.log(MOST_NOISE)), 2 * step
+    while excess(low) <= 0:
+        high, low, step = low, low - step, 2 * step
+    brentq(excess, low, high, xtol=tolerance)
+    return min(noise for noise, value in tried.items() if value <= target)

@@ -1,0 +1,191 @@
+"""The ledger: every release of a run, in memory or in a file that only grows.
+
+Receives: events, one per release, before the release is used.
+Gives: how many there were, what they cost together, and a file of JSON lines that a resumed run continues.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from clipwise.accounting.events import RELATION, as_dp_event, discretisation, spent
+from clipwise.types import Event, InputError, PoissonGaussian, Refused
+
+KIND = "poisson_gaussian"
+
+
+class Ledger:
+    """An append-only record of releases.
+
+    *Guarantees*: it never counts fewer releases than were used, if ``record`` is called before each is used: a line is
+    on file before ``record`` returns, and ``record`` raises where the line could not be written.
+    *Edge cases*: opening a file reads it and changes nothing, so a finished run can be read on a read-only disk.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        """An empty ledger in memory, or the one in ``path``, which is created by the first release if it is missing."""
+        self._path = None if path is None else Path(path)
+        self._file: FileIO | None = None
+        self._runs: list[tuple[Event, int]] = []
+        self._size = 0  # bytes of the file that were read or written by this ledger
+        self._repair = b""  # what makes the file's last line whole, written before the next one
+        if self._path is not None:
+            self._read(self._path)
+
+    @property
+    def entries(self) -> list[tuple[Event, int]]:
+        """The releases in their order, equal neighbours as one entry with their count."""
+        return list(self._runs)
+
+    @property
+    def releases(self) -> int:
+        """How many releases there were."""
+        return sum(count for _, count in self._runs)
+
+    def record(self, event: Event, *, sync: bool = False) -> None:
+        """Count one release; call it before the release is used.
+
+        *Guarantees*: afterwards its line survives the end of this process; with ``sync`` (write it wherever a
+        checkpoint follows) it and all earlier ones also survive a power failure. After an error nothing was counted.
+        """
+        as_dp_event(event)
+        event = PoissonGaussian(float(event.noise_multiplier), float(event.sampling_rate))
+        # File first: whoever is stopped between the two lines has counted a release too many, never one too few.
+        self._write(_line(event), sync)
+        self._count(event)
+
+    def epsilon(self, delta: float, accountant: str = "pld") -> float:
+        """An upper bound on the ε of everything released so far; 0 when there was nothing."""
+        return spent(self._runs, delta, accountant)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ledger as plain values, for a run's statement."""
+        return {
+            "relation": RELATION,
+            "releases": self.releases,
+            "discretisation": discretisation(self._runs),
+            "entries": [{**_fields(event), "count": count} for event, count in self._runs],
+        }
+
+    def close(self) -> None:
+        """Let go of the file; a later ``record`` opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        """The ledger itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go of the file."""
+        self.close()
+
+    def _count(self, event: Event) -> None:
+        if self._runs and self._runs[-1][0] == event:
+            self._runs[-1] = (event, self._runs[-1][1] + 1)
+        else:
+            self._runs.append((event, 1))
+
+    def _write(self, line: bytes, sync: bool) -> None:
+        """Append a line, whole or not at all."""
+        if self._path is None:
+            return
+        text = self._repair + line
+        try:
+            if self._file is None:
+                # Unbuffered: a buffer would keep a line that failed and write it later, uncounted.
+                self._file = FileIO(self._path, "ab")
+            descriptor = self._file.fileno()
+            if os.fstat(descriptor).st_size != self._size:
+                raise InputError(
+                    f"ledger {self._path} changed since it was read, so something else writes to it: "
+                    "give each run a folder of its own"
+                )
+            try:
+                if self._file.write(text) != len(text):  # a full disk takes part of a line and says so only next time
+                    raise OSError("only part of a line fitted")
+                if sync:
+                    os.fsync(descriptor)
+            except OSError:
+                # What is left if this fails too is a torn line, which counts as a release: too many, never too few.
+                with suppress(OSError):
+                    os.ftruncate(descriptor, self._size)
+                raise
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(
+                f"cannot write the ledger {self._path} ({reason}), so the release was not made: "
+                "free space or choose another folder, and resume"
+            ) from error
+        self._size += len(text)
+        self._repair = b""
+
+    def _read(self, path: Path) -> None:
+        """Count what the file holds.
+
+        A file that does not end in a newline was cut off while its last line was written. ``record`` had not returned,
+        so that release was not used, unless power failed and took later lines along; hence it is counted, as
+        the event of the line before it. Where what is left of it contradicts that line, or there is none, nobody
+        can tell what it would have cost, and guessing might count too little: that is an error.
+        """
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"cannot read the ledger {path} ({reason}): give the ledger of a run") from error
+        *whole_lines, torn = content.split(b"\n")
+        previous, event = b"", None
+        for number, line in enumerate(whole_lines, start=1):
+            if line != previous or event is None:  # equal lines are parsed once: a long run reads fast
+                previous, event = line, _parse(line, f"line {number} of ledger {path}")
+            self._count(event)
+        if torn:
+            where = f"line {len(whole_lines) + 1} of ledger {path}"
+            if event is not None and previous.startswith(torn):
+                rest = previous[len(torn) :]
+            elif torn.endswith(b"}"):  # only its newline is missing
+                event, rest = _parse(torn, where), b""
+            else:
+                raise InputError(
+                    f"{where} was cut off and cannot be the same as the line before it, so its cost is unknown: "
+                    "complete it by hand with the event that the run would have written"
+                )
+            self._repair = rest + b"\n"
+            self._count(event)
+        self._size = len(content)
+
+
+def _fields(event: Event) -> dict[str, Any]:
+    return {"event": KIND, "noise_multiplier": event.noise_multiplier, "sampling_rate": event.sampling_rate}
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(_fields(event)).encode() + b"\n"
+
+
+def _parse(line: bytes, where: str) -> Event:
+    """The event of one line; whatever is not exactly that is an error that says where."""
+    try:
+        fields = json.loads(line)
+        kind = fields.pop("event")
+        if kind == KIND:
+            event = PoissonGaussian(**fields)
+            as_dp_event(event)
+            return event
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{where} is not a release ({error}): it must look like {_EXAMPLE}") from error
+    raise Refused(f"{where} is a release of unknown kind {kind!r}: there is no proof for it; known is {KIND!r}")
+
+
+_EXAMPLE = _line(PoissonGaussian(1.0, 0.01)).decode().strip()

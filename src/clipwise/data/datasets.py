@@ -1,0 +1,254 @@
+"""Data sets that can be read at any set of rows, and refusals of what cannot be sampled with a known rate.
+
+Receives: tensors or arrays (alone, or in a tuple, list or dict), or a map-style torch Dataset.
+Gives: Arrays or Samples, with ``len`` and ``rows(indices) -> batch``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from clipwise.types import Batch, InputError, Refused
+
+Collate = Callable[[list[Any]], Batch]
+
+_ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
+
+
+class RowDataset(Protocol):
+    """A data set that gives the batch of any rows, also of none."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        ...
+
+    def rows(self, indices: Tensor) -> Batch:
+        """The batch of these rows, in this order."""
+        ...
+
+
+class Arrays(Dataset[Any]):
+    """Tensors that share their first dimension; a batch has the structure that the data came in.
+
+    *Guarantees.* Not empty, equal lengths, only finite values; checked once, here.
+    *Edge cases.* No indices give a batch with zero rows and the same dtypes.
+    """
+
+    def __init__(self, data: Any) -> None:
+        """Keep the tensors (not copied) and check them."""
+        columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in _labelled(data)}
+        if not columns:
+            raise InputError(
+                f"data must hold at least one tensor, got an empty {type(data).__name__}: write data=(x, y)"
+            )
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise InputError(
+                f"data must hold tensors with equally many rows, got {_listed(lengths)}: the first dimension is the sample"
+            )
+        if not all(lengths.values()):
+            raise InputError("data must have at least one row, got an empty data set")
+        for name, column in columns.items():
+            check_finite(name, column)
+        self.data: Batch = _rebuilt(data, list(columns.values()))
+        self._length = len(next(iter(columns.values())))
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample, without the batch dimension."""
+        return self.rows(torch.tensor(index))
+
+    def rows(self, indices: Tensor) -> Batch:
+        """The batch of these rows, in this order."""
+        return _rebuilt(self.data, [column[indices] for _, column in _labelled(self.data)])
+
+
+class Samples:
+    """A map-style data set read sample by sample and collated.
+
+    *Edge cases.* No indices give the collated first sample cut to zero rows, so that ``collate`` never sees an empty
+    list.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None = None) -> None:
+        """Keep the data set, and read its first sample to see that it can be read."""
+        self.dataset = dataset
+        self.collate = collate or default_collate
+        try:
+            self._length = len(dataset)
+        except TypeError as error:
+            raise InputError(f"data must have a length, got {type(dataset).__name__}: give it a __len__") from error
+        if not self._length:
+            raise InputError("data must have at least one row, got an empty data set")
+        try:
+            first = self.collate([dataset[0]])
+        except Exception as error:
+            raise InputError(
+                f"data must be {_ACCEPTED}; reading and collating the first sample of this {type(dataset).__name__} "
+                f"gave {type(error).__name__}: {' '.join(str(error).split())}; write data=(x, y), or pass a collate function"
+            ) from error
+        self._none = _no_rows(first)
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return self._length
+
+    def rows(self, indices: Tensor) -> Batch:
+        """The batch of these rows, in this order."""
+        wanted: list[int] = indices.tolist()
+        if not wanted:
+            return _no_rows(self._none)  # containers of its own: a caller may change them
+        # the protocol of torch's DataLoader for data sets that can read several samples at once
+        together = getattr(self.dataset, "__getitems__", None)
+        return self.collate(together(wanted) if together else [self.dataset[index] for index in wanted])
+
+
+def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:
+    """The data as something Poisson draws can index; ``collate`` makes a batch of a list of samples."""
+    if isinstance(data, (Arrays, Samples)) and collate is None:
+        return data
+    if isinstance(data, DataLoader):
+        _refuse_loader(data)
+    if isinstance(data, Sampler):
+        raise Refused(
+            f"data must be a data set, got the sampler {type(data).__name__}: clipwise draws its own Poisson batches, "
+            "since another sampler's rate would make the stated ε wrong; write data=dataset"
+        )
+    if isinstance(data, IterableDataset):
+        _refuse_iterable(data)
+    if isinstance(data, Subset):
+        _refuse_repeats(data)
+    if collate is None and type(data) is TensorDataset:  # a subclass may read its samples in another way
+        return Arrays(data.tensors)
+    if isinstance(data, (Tensor, np.ndarray, tuple, list, Mapping)):
+        if collate is not None:
+            raise InputError("collate must be left out where data are tensors: their rows are read directly")
+        return Arrays(data)
+    if isinstance(data, (str, bytes)) or not hasattr(data, "__getitem__"):
+        raise InputError(f"data must be {_ACCEPTED}, got {type(data).__name__}: write data=(x, y)")
+    return Samples(data, collate)
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Refuse NaN and infinities; the message counts them and says where the first one is."""
+    if not (values.is_floating_point() or values.is_complex()):
+        return
+    width = math.prod(values.shape[1:])
+    # in pieces, so that a large data set needs no second copy of itself
+    bad = torch.cat([(~piece.isfinite()).reshape(len(piece), width).sum(1) for piece in torch.split(values, 4096)])
+    if bad.any():
+        raise InputError(
+            f"{name} must hold finite numbers, got {int(bad.sum())} NaN or infinite, "
+            f"the first in row {int(bad.nonzero()[0])}: remove or fill these rows"
+        )
+
+
+def _labelled(data: Any) -> list[tuple[str, Any]]:
+    """The columns of the data, each with the index that a message names it by."""
+    if isinstance(data, Mapping):
+        return [(f"[{key!r}]", column) for key, column in data.items()]
+    if isinstance(data, (tuple, list)):
+        return [(f"[{position}]", column) for position, column in enumerate(data)]
+    return [("", data)]
+
+
+def _rebuilt(data: Any, columns: list[Any]) -> Batch:
+    """The columns in the structure of ``data``."""
+    if isinstance(data, Mapping):
+        return dict(zip(data, columns, strict=True))
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*columns)
+    return columns[0] if isinstance(data, (Tensor, np.ndarray)) else type(data)(columns)
+
+
+def _tensor(name: str, column: Any) -> Tensor:
+    """One column as a tensor with rows."""
+    if isinstance(column, np.ndarray):
+        try:
+            native = column.dtype.newbyteorder("=")
+            column = torch.from_numpy(np.require(column, dtype=native, requirements=["C", "W"]))
+        except TypeError as error:
+            raise InputError(f"{name} must hold numbers, got an array of dtype {column.dtype}") from error
+    if not isinstance(column, Tensor):
+        raise InputError(
+            f"{name} must be a tensor with one row per sample, got {type(column).__name__}: "
+            "stack the samples into tensors, or wrap a list of samples in a torch Dataset"
+        )
+    if column.dim() == 0:
+        raise InputError(f"{name} must have one row per sample, got a single number")
+    return column.detach()
+
+
+def _no_rows(batch: Batch) -> Batch:
+    """A collated batch, cut to zero rows."""
+    if isinstance(batch, Tensor):
+        return batch[:0] if batch.dim() else batch
+    if isinstance(batch, Mapping):
+        return {key: _no_rows(value) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        if not any(isinstance(value, (Tensor, Mapping, tuple, list)) for value in batch):  # one column, as of texts
+            return type(batch)()
+        return _rebuilt(batch, [_no_rows(value) for value in batch])
+    raise InputError(f"collate must give tensors in tuples, lists or dicts, got {type(batch).__name__}")
+
+
+def _refuse_loader(loader: DataLoader[Any]) -> NoReturn:
+    """Say why this loader's batches are not Poisson samples, and what to write."""
+    if isinstance(loader.dataset, IterableDataset):
+        _refuse_iterable(loader.dataset)
+    own = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    sampler: object = loader.batch_sampler if own else loader.sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        why = "shuffled batches of a fixed size do not have the privacy amplification of Poisson sampling"
+    elif type(sampler) is SequentialSampler:
+        why = "batches in a fixed order have no privacy amplification by sampling"
+    else:
+        why = f"under its {type(sampler).__name__} the sampling rate, and with it ε, would be wrong"
+    write = "data=loader.dataset"
+    if loader.collate_fn is not default_collate:
+        write = "data=as_dataset(loader.dataset, collate=loader.collate_fn)"
+    raise Refused(f"data must be a data set, got a DataLoader: {why}; write {write} (clipwise draws Poisson batches)")
+
+
+def _refuse_iterable(data: object) -> NoReturn:
+    """Say that a stream of samples cannot be Poisson sampled."""
+    raise Refused(
+        f"data must be map-style, with a length and dataset[i], got {type(data).__name__}, an IterableDataset: "
+        "a stream cannot be Poisson sampled, so that ε would be wrong; read it into tensors and write data=(x, y)"
+    )
+
+
+def _refuse_repeats(data: Subset[Any]) -> None:
+    """A row that stands in the data twice is moved by twice the bound when its owner leaves."""
+    indices = torch.as_tensor(data.indices, dtype=torch.long)
+    values, counts = torch.unique(indices, return_counts=True)
+    if len(values) < len(indices):
+        raise Refused(
+            f"data must hold every sample once, got a Subset with index {int(values[counts > 1][0])} repeated: "
+            "a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
+        )
+
+
+def _listed(lengths: Mapping[str, int]) -> str:
+    return ", ".join(f"{length} in {name}" for name, length in lengths.items())

@@ -1,0 +1,68 @@
+"""Layerwise clipping: each block of parameters is clipped on its own; the noise follows the joint sensitivity.
+
+Receives: a base method, or one for each block by the prefix of its parameters' names.
+Gives: a Method with one Block per layer, whose joint bound is √Σ C_r².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from clipwise.methods.citations import MCMAHAN_2018
+from clipwise.methods.flat import flat
+from clipwise.methods.method import Block, Method, rescaled
+from clipwise.types import InputError, one_of
+
+Noise = Literal["equal", "proportional"]
+
+
+def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = "equal") -> Method:
+    """Per-layer clipping.
+
+    ``layerwise(flat(1.0))`` gives each of L layers C/√L, so that the joint sensitivity is flat's; a mapping from the
+    beginnings of parameter names to methods gives each block its own bound. Noise is σ√ΣC_r² in every block
+    ("equal"), or σ C_r √L ("proportional"): both are one Gaussian mechanism with noise multiplier σ.
+    """
+    one_of("noise", noise, ("equal", "proportional"))
+    chosen = flat() if base is None else base
+    given = dict(chosen) if isinstance(chosen, Mapping) else None
+    for method in given.values() if given is not None else [chosen]:
+        if not isinstance(method, Method) or method.split is not None or method.count is not None or method.after:
+            raise InputError(f"layerwise takes methods with one fixed bound such as flat(1.0), got {method}")
+
+    def split(names: Sequence[str]) -> tuple[Block, ...]:
+        members = _by_prefix(names, given) if given is not None else _by_layer(names)
+        if given is not None:
+            each = {key: given[key] for key in members}
+        else:
+            assert isinstance(chosen, Method)
+            each = {key: rescaled(chosen, chosen.bound / math.sqrt(len(members))) for key in members}
+        total = sum(method.bound**2 for method in each.values())  # joint sensitivity² = Σ C_r²
+        share = {key: method.bound**2 / total if noise == "equal" else 1 / len(members) for key, method in each.items()}
+        return tuple(Block(own, each[key].weigh, each[key].bound, share[key]) for key, own in members.items())
+
+    first = next(iter(given.values())) if given else chosen
+    assert isinstance(first, Method)
+    bound = math.hypot(*(m.bound for m in given.values())) if given else first.bound
+    settings = {"base": given if given is not None else chosen, "noise": noise}
+    return Method("layerwise", MCMAHAN_2018, settings, first.weigh, bound, split=split)
+
+
+def _by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """A layer is what shares a module: weight and bias together."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(name.rpartition(".")[0], []).append(name)
+    return {layer: tuple(own) for layer, own in layers.items()}
+
+
+def _by_prefix(names: Sequence[str], given: Mapping[str, Method]) -> dict[str, tuple[str, ...]]:
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        matching = [key for key in given if name.startswith(key)]
+        if not matching:
+            raise InputError(f"no block of layerwise holds the parameter {name}; add a block '' for the rest")
+        blocks.setdefault(max(matching, key=len), []).append(name)
+    return {key: tuple(own) for key, own in blocks.items()}

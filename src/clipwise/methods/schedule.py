@@ -1,0 +1,37 @@
+"""A schedule: one method after another, switched at steps fixed in advance ("mix-up training", paper 2 §6.3).
+
+Receives: (first step, method) pairs, beginning with step 0.
+Gives: a Method that is the active one; its noise follows the active bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from clipwise.methods.citations import BU_2023_CONVERGENCE
+from clipwise.methods.flat import flat
+from clipwise.methods.method import Method
+from clipwise.types import InputError, Released, whole
+
+
+def schedule(phases: Sequence[tuple[int, Method]] | None = None, step: int = 0) -> Method:
+    """For instance ``schedule([(0, flat(1.0)), (950, global_(50.0))])``; steps are public, so switching is free."""
+    given = tuple((0, flat()) for _ in "x") if phases is None else tuple((first, m) for first, m in phases)
+    firsts = [whole("a phase's first step", first, least=0) for first, _ in given]
+    if not given or firsts[0] != 0 or sorted(set(firsts)) != firsts:
+        raise InputError(f"phases must begin at step 0 and rise, got {firsts}; write [(0, flat(1.0)), (950, …)]")
+    if any(not isinstance(method, Method) for _, method in given):
+        raise InputError("a phase is a pair of its first step and a method, such as (0, flat(1.0))")
+    index = max(i for i, first in enumerate(firsts) if first <= whole("step", step, least=0))
+    active = given[index][1]
+
+    def after(released: Released, expected_batch: float) -> Method:
+        following = [
+            (first, method.next(released, expected_batch) if i == index else method)
+            for i, (first, method) in enumerate(given)
+        ]
+        return schedule(following, step + 1)
+
+    settings = {"phases": [list(phase) for phase in given], "step": step}
+    return replace(active, name="schedule", citation=BU_2023_CONVERGENCE, settings=settings, after=after)

@@ -1,0 +1,43 @@
+"""The only door from private to public.
+
+Receives: a PrivateSum, whose sensitivities travel with it, the noise multiplier, and a random stream.
+Gives: Released: the noisy sums, and the event that this draw of noise amounts to.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from clipwise.randomness import Stream
+from clipwise.types import Event, Gradient, InputError, PoissonGaussian, PrivateSum, Released, positive
+
+
+def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
+    """Add noise once and say what it amounts to.
+
+    Guarantees: a block of bound C and share p gets independent Gaussian noise of standard deviation σ C/√p; since the
+    shares add up to at most 1, the blocks together are one Gaussian mechanism with noise multiplier σ. The noise is
+    drawn and added in float64; only the noisy sum is rounded.
+    """
+    if type(event) is not PoissonGaussian:
+        raise InputError(f"expected the event PoissonGaussian, got {type(event).__name__}")
+    sigma = positive("noise_multiplier", event.noise_multiplier)
+    if not isinstance(private, PrivateSum):
+        raise InputError(f"only a PrivateSum can be released, got {type(private).__name__}")
+    gradient: Gradient = {}
+    counts: Gradient = {}
+    # one draw for everything: a stream is fastest in long pieces
+    noise = iter(
+        stream.normal([sum(v.numel() for p in private.parts for v in p.value.values())]).split(
+            [v.numel() for p in private.parts for v in p.value.values()]
+        )
+    )
+    for part in private.parts:
+        scale = sigma * part.bound / math.sqrt(part.share)
+        into = counts if part.is_count else gradient
+        for name, value in part.value.items():
+            noisy = next(noise).view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64))
+            into[name] = noisy.to(value.device, value.dtype)
+    return Released(gradient, counts, event)

@@ -1,0 +1,10 @@
+"""Per-sample gradients that are never written out unless that is cheaper.
+
+Receives: a model, a loss that gives one value per sample, and a batch.
+Gives: SampleGradients, from one forward and one backward pass; and the slow oracle with the same interface.
+"""
+
+from clipwise.records.capture import Capture, Loss, batch_size, per_sample, traced, trainable
+from clipwise.records.gradients import Groups, SampleGradients, written
+
+__all__ = ["Capture", "Groups", "Loss", "SampleGradients", "batch_size", "per_sample", "traced", "trainable", "written"]

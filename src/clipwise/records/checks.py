@@ -1,0 +1,149 @@
+"""Before training: what makes per-sample gradients meaningless or unsafe is found and refused.
+
+Receives: a model, a loss and a few samples.
+Gives: nothing, or an error that names the module and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from clipwise.records import oracle
+from clipwise.records.capture import Capture, Loss, batch_size, trainable
+from clipwise.records.tape import mapped, tensors
+from clipwise.types import Batch, InputError, Refused
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Refuse modules that mix samples or keep un-noised statistics of them."""
+    for name, module in model.named_modules():
+        place = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, _InstanceNorm):
+            if module.training and module.track_running_stats:
+                raise Refused(
+                    f"{place} keeps running statistics of private data without noise; write track_running_stats=False"
+                )
+        elif isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+            raise Refused(
+                f"{place} normalises with the batch's own statistics, so it mixes samples; write "
+                f"nn.GroupNorm(num_groups, {module.num_features}) instead, or call .eval() on it to keep its "
+                "statistics fixed"
+            )
+
+
+def self_test(model: nn.Module, loss: Loss, batch: Batch, *, tolerance: float = 1e-3) -> None:
+    """Check on a few samples that samples do not touch each other, and that norms and sums are the oracle's.
+
+    Guarantees: the model is left as it was, its random generators included.
+    """
+    refuse_modules(model)
+    if batch_size(batch) == 1:
+        batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
+    with _restored(model):
+        gradients = Capture(model, loss)(batch)
+        if gradients.unused:
+            raise InputError(
+                f"these parameters receive no gradient and would never be trained: {', '.join(gradients.unused)}; "
+                "use them in the loss, or write requires_grad_(False) on them"
+            )
+        _independent(model, loss, batch)
+    with _restored(model):
+        model.eval()  # with dropout a batch and its samples one by one are different draws
+        fast, slow = Capture(model, loss)(batch), oracle.per_sample(model, loss, batch)
+        _agree("norms", fast.norms(), slow.norms(), tolerance)
+        weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
+        first, second = (
+            torch.cat([g.weighted_sum(weights)[name].flatten() for name in fast.names]) for g in (fast, slow)
+        )
+        _agree("sums", first, second, tolerance)
+
+
+def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float) -> None:
+    finite = slow.isfinite()
+    error = torch.linalg.vector_norm((fast.double() - slow.double())[finite])
+    scale = torch.linalg.vector_norm(slow.double()[finite])
+    if not bool(error <= tolerance * scale + 1e-12):
+        raise Refused(
+            f"the self-test failed: per-sample {what} differ from those computed one sample at a time by "
+            f"{float(error / scale):.1e} of their size, expected at most {tolerance:.0e}; the model may use the batch "
+            "size or mix samples; check with clipwise.oracle.per_sample"
+        )
+
+
+def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Give the last sample another one's values: no other sample's loss may move."""
+    changed = mapped(batch, _last_changed)
+    before, after = (_losses(model, loss, b) for b in (batch, changed))
+    if not torch.allclose(before[:-1], after[:-1], rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise Refused(
+            f"{_culprit(model, loss, batch, changed)} mixes the samples of a batch: changing one sample changed "
+            "another's loss; replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
+        )
+
+
+def _last_changed(rows: Tensor) -> Tensor:
+    if not rows.dim():
+        return rows
+    other = rows.clone()
+    other[-1] = rows[0]
+    if rows.is_floating_point():
+        other[-1] += 1
+    return other
+
+
+def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        return loss(model, batch).detach()
+
+
+def _culprit(model: nn.Module, loss: Loss, batch: Batch, changed: Batch) -> str:
+    """The first module, innermost first, whose output for the unchanged samples moved."""
+    rows = batch_size(batch)
+    seen: list[list[tuple[str, Tensor]]] = [[], []]
+
+    def watch(name: str, into: list[tuple[str, Tensor]]) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            into.extend(
+                (f"{name or 'the model'} ({type(module).__name__})", t.detach())
+                for t in tensors(output)
+                if t.dim() and t.shape[0] == rows and t.is_floating_point()
+            )
+
+        return hook
+
+    for into, data in zip(seen, (batch, changed), strict=True):
+        handles = [m.register_forward_hook(watch(name, into)) for name, m in model.named_modules()]
+        try:
+            _losses(model, loss, data)
+        finally:
+            for handle in handles:
+                handle.remove()
+    for (name, first), (_, second) in zip(*seen, strict=False):
+        if not torch.allclose(first[:-1], second[:-1], rtol=1e-4, atol=1e-6, equal_nan=True):
+            return name
+    return "the loss"
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Training flags, buffers and random generators as they were."""
+    flags = [(module, module.training) for module in model.modules()]
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = {p.device for p in trainable(model).values() if p.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])

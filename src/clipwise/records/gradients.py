@@ -1,0 +1,148 @@
+"""SampleGradients: v_1 … v_B over all parameters, held implicitly, with the algebra that every method needs.
+
+Receives: each parameter's records.
+Gives: scaling, sums, units, norms, inner products and weighted sums, without writing per-sample gradients out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from clipwise.records.kinds import Dense, Record, cross, joined
+from clipwise.records.tape import Site
+from clipwise.types import Gradient, InputError
+
+Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
+
+
+@dataclass(frozen=True)
+class SampleGradients:
+    """The per-sample gradients of one batch.
+
+    Guarantees: the same numbers as ``clipwise.oracle.per_sample`` up to rounding; norms are not under-estimated.
+    Edge cases: an empty batch has norms of shape [0] and sums of zero; a parameter that took no part is zero.
+    """
+
+    records: Mapping[str, tuple[Record, ...]]
+    like: Mapping[str, Tensor]  # the parameters: shapes, formats and devices only
+    samples: int
+    losses: Tensor | None = field(default=None, repr=False)  # private, one per sample
+    sites: tuple[Site, ...] = field(default=(), repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters' names."""
+        return tuple(self.like)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Parameters that received no gradient from this batch."""
+        return tuple(name for name in self.like if not self.records.get(name))
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations without a fast path that went through vmap, with their parameters."""
+        return tuple(sorted({f"{s.operation}({', '.join(s.parameters)})" for s in self.sites if s.fallback}))
+
+    def __rmul__(self, factors: Tensor | float) -> SampleGradients:
+        """c_i v_i for a factor per sample, or one for all."""
+        c = self._factors(factors)
+        return self._with({name: tuple(r.scaled(c) for r in rs) for name, rs in self.records.items()})
+
+    def __add__(self, other: SampleGradients) -> SampleGradients:
+        """v_i + u_i."""
+        if other.samples != self.samples or other.names != self.names:
+            raise InputError(
+                f"only gradients of the same samples and parameters add up: expected {self.samples} samples, "
+                f"got {other.samples}"
+            )
+        names = [name for name in self.like if self.records.get(name) or other.records.get(name)]
+        return self._with({n: joined((*self.records.get(n, ()), *other.records.get(n, ()))) for n in names})
+
+    def merged(self, size: int) -> SampleGradients:
+        """Each ``size`` consecutive samples become one unit with the sum of their gradients."""
+        if size < 1 or self.samples % size:
+            raise InputError(f"units of {size} samples need a multiple of that many samples, got {self.samples}")
+        merged = {name: joined([r.merged(size) for r in rs]) for name, rs in self.records.items()}
+        return SampleGradients(merged, self.like, self.samples // size, None, self.sites)
+
+    def masked(self, keep: Tensor) -> SampleGradients:
+        """v_i where ``keep`` [sample], exact zeros elsewhere, even where v_i is not finite."""
+        return self._with({name: tuple(r.masked(keep) for r in rs) for name, rs in self.records.items()})
+
+    def norms(self, groups: Groups | None = None) -> Tensor:
+        """‖v_i‖ over all parameters, [sample]; or over each group's, [sample, group]."""
+        if groups is None:
+            return self._sq_norms(self.names).sqrt()
+        return torch.stack([self._sq_norms(group) for group in groups], 1).sqrt()
+
+    def inner(self, direction: Gradient) -> Tensor:
+        """⟨v_i, u⟩ for a direction with a tensor for each parameter. [sample]."""
+        parts = [r.inner(direction[name]) for name, records in self.records.items() for r in records]
+        return torch.stack(parts).sum(0) if parts else self._zeros()
+
+    def weighted_sum(self, weights: Tensor, groups: Groups | None = None) -> Gradient:
+        """Σ_i w_i v_i for weights [sample], or [sample, group] where each group has its own."""
+        sums: Gradient = {}
+        columns = [(self.names, weights)] if groups is None else [(g, weights[:, k]) for k, g in enumerate(groups)]
+        for names, column in columns:
+            for name in names:
+                totals = [record.total(column) for record in self.records.get(name, ())]
+                like = self.like[name]
+                sums[name] = sum(totals[1:], totals[0]) if totals else torch.zeros_like(like, dtype=self._dtype)
+        return sums
+
+    def materialise(self) -> Gradient:
+        """v_i written out: [sample, *shape] for each parameter."""
+        out: Gradient = {}
+        for name, like in self.like.items():
+            dense = [r.dense() for r in self.records.get(name, ())]
+            zeros = torch.zeros(self.samples, *like.shape, dtype=self._dtype, device=like.device)
+            out[name] = sum(dense[1:], dense[0]) if dense else zeros
+        return out
+
+    def explain(self) -> str:
+        """How each weight's norm was computed, and what it was chosen from."""
+        head = f"{'parameter':40} {'operation':18} {'norm':9} {'gram':>12} {'written':>12}  multiplications a sample"
+        lines = [head]
+        for site in self.sites:
+            form = "vmap" if site.fallback else "backward" if site.form is None else site.form.name
+            costs = (f"{site.form.gram_cost:>12,} {site.form.written_cost:>12,}") if site.form else ""
+            lines.append(f"{', '.join(site.parameters):40} {site.operation:18} {form:9} {costs}".rstrip())
+        return "\n".join(lines)
+
+    def _sq_norms(self, names: Sequence[str]) -> Tensor:
+        parts = []
+        for name in names:
+            records = self.records.get(name, ())
+            parts += [record.sq_norm() for record in records]
+            # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩
+            parts += [2 * cross(u, v) for i, u in enumerate(records) for v in records[:i]]
+        return torch.stack(parts).sum(0).clamp(min=0) if parts else self._zeros()
+
+    def _with(self, records: Mapping[str, tuple[Record, ...]]) -> SampleGradients:
+        return SampleGradients(records, self.like, self.samples, self.losses, self.sites)
+
+    def _factors(self, factors: Tensor | float) -> Tensor:
+        return torch.as_tensor(factors, device=next(iter(self.like.values())).device).expand(self.samples)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype = torch.float32
+        for like in self.like.values():
+            dtype = torch.promote_types(dtype, like.dtype)
+        return dtype
+
+    def _zeros(self) -> Tensor:
+        like = next(iter(self.like.values()))
+        return torch.zeros(self.samples, dtype=self._dtype, device=like.device)
+
+
+def written(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:
+    """SampleGradients from per-sample gradients that are written out, [sample, *shape]."""
+    samples = next(iter(gradients.values())).shape[0]
+    return SampleGradients({name: (Dense(v),) for name, v in gradients.items()}, dict(like), samples)

@@ -1,0 +1,422 @@
+"""Per-sample gradients of one parameter, in the form that is cheapest to keep.
+
+Receives: layer inputs a and output gradients b, [sample, position, feature], or written-out gradients.
+Gives: Outer, Convolution, Indexed and Dense, each with the same algebra: scaled, merged, sq_norm, inner, total, dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from clipwise.records import planner
+
+
+class Record(Protocol):
+    """v_1 … v_B for one parameter."""
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        ...
+
+    def scaled(self, factors: Tensor) -> Record:
+        """c_i v_i."""
+        ...
+
+    def merged(self, size: int) -> Record:
+        """Each ``size`` consecutive samples become one unit, whose gradient is their sum."""
+        ...
+
+    def masked(self, keep: Tensor) -> Record:
+        """v_i where ``keep``, exact zeros elsewhere, even where v_i is not finite."""
+        ...
+
+    def sq_norm(self) -> Tensor:
+        """‖v_i‖², never under-estimated by more than the format's rounding. [sample]."""
+        ...
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩. [sample]."""
+        ...
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Σ_i w_i v_i, of the parameter's shape."""
+        ...
+
+    def dense(self) -> Tensor:
+        """v_i written out. [sample, *shape]."""
+        ...
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or better: sums and norms are never taken in half precision."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _like(tensor: Tensor, factors: Tensor) -> Tensor:
+    """[sample] factors, shaped to multiply [sample, …]."""
+    return factors.to(tensor.dtype).reshape(-1, *(1,) * (tensor.dim() - 1))
+
+
+def _masked(tensor: Tensor, keep: Tensor) -> Tensor:
+    # where, not a product: 0 · inf is not 0
+    return torch.where(keep.reshape(-1, *(1,) * (tensor.dim() - 1)), tensor, torch.zeros((), dtype=tensor.dtype))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """[sample, everything else], also for a scalar parameter and for no samples."""
+    return tensor.reshape(tensor.shape[0], tensor.shape[1:].numel())
+
+
+def _units(tensor: Tensor, size: int) -> Tensor:
+    """[sample, position, …] → [unit, size · position, …]."""
+    return tensor.reshape(tensor.shape[0] // size, size * tensor.shape[1], *tensor.shape[2:])
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Written out: ``value`` is [sample, *shape]."""
+
+    value: Tensor
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.value.shape[0]
+
+    def scaled(self, factors: Tensor) -> Dense:
+        """c_i v_i."""
+        return Dense(self.value * _like(self.value, factors))
+
+    def merged(self, size: int) -> Dense:
+        """Sums of ``size`` consecutive samples."""
+        return Dense(self.value.reshape(-1, size, *self.value.shape[1:]).sum(1))
+
+    def masked(self, keep: Tensor) -> Dense:
+        """Zeros where not ``keep``."""
+        return Dense(_masked(self.value, keep))
+
+    def sq_norm(self) -> Tensor:
+        """Σ v²."""
+        # One pass and no copy of squares; vector_norm accumulates in float32 or better.
+        return torch.linalg.vector_norm(_flat(wide(self.value)), dim=1).square()
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩."""
+        return _flat(wide(self.value)) @ direction.to(wide(self.value).dtype).flatten()
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Σ w_i v_i."""
+        value = wide(self.value)
+        return (weights.to(value.dtype) @ _flat(value)).reshape(value.shape[1:])
+
+    def dense(self) -> Tensor:
+        """The value itself."""
+        return wide(self.value)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """v_i = Σ_s b_is a_isᵀ in each of several blocks (the groups of a convolution; a Linear has one).
+
+    a: [sample, block, position, p], b: [sample, block, position, q]; the parameter is [block · q, p] reshaped.
+    """
+
+    a: Tensor
+    b: Tensor
+    shape: torch.Size
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.a.shape[0]
+
+    def scaled(self, factors: Tensor) -> Outer:
+        """Scaling a sample scales b."""
+        return replace(self, b=self.b * _like(self.b, factors))
+
+    def merged(self, size: int) -> Outer:
+        """Samples become positions."""
+        a, b = (_units(t.transpose(1, 2), size).transpose(1, 2) for t in (self.a, self.b))
+        return Outer(a, b, self.shape)
+
+    def masked(self, keep: Tensor) -> Outer:
+        """Zeros where not ``keep``."""
+        return Outer(_masked(self.a, keep), _masked(self.b, keep), self.shape)
+
+    def plus(self, other: Outer) -> Outer:
+        """Adding concatenates positions."""
+        return Outer(torch.cat([self.a, other.a], 2), torch.cat([self.b, other.b], 2), self.shape)
+
+    @property
+    def form(self) -> planner.Form:
+        """How the norm is computed."""
+        _, blocks, positions, inputs = self.a.shape
+        return planner.choose(positions, inputs, self.b.shape[3], blocks=blocks)
+
+    def sq_norm(self) -> Tensor:
+        """⟨A Aᵀ, B Bᵀ⟩, or written out and squared: whichever costs less."""
+        if self.form.name == "gram":
+            return gram_sq_norm(wide(self.a), wide(self.b))
+        return _streamed_sq_norm(self)
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """Σ_s b_sᵀ U a_s."""
+        a, b = wide(self.a), wide(self.b)
+        u = direction.to(a.dtype).reshape(a.shape[1], b.shape[3], a.shape[3])  # [block, q, p]
+        return ((b @ u) * a).flatten(1).sum(1)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """One ordinary weight-gradient product with b scaled by w."""
+        a, b = wide(self.a), wide(self.b)
+        a, b = (t.transpose(0, 1).flatten(1, 2) for t in (a, b * _like(b, weights)))  # [block, sample · position, …]
+        return (b.transpose(1, 2) @ a).reshape(self.shape)
+
+    def dense(self) -> Tensor:
+        """Written out."""
+        return (wide(self.b).transpose(2, 3) @ wide(self.a)).reshape(self.samples, *self.shape)
+
+    def rows(self, start: int, stop: int) -> Outer:
+        """Samples start … stop."""
+        return Outer(self.a[start:stop], self.b[start:stop], self.shape)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a convolution's weight gradient needs to know beside input and output gradient."""
+
+    shape: torch.Size  # of the weight
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """v_i is the weight gradient of a convolution of ``x`` [sample, channel, *space] with output gradient ``b``.
+
+    A transposed convolution is the same record with x and b in each other's place: it is the adjoint.
+    """
+
+    x: Tensor
+    b: Tensor
+    geometry: Geometry
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.x.shape[0]
+
+    def scaled(self, factors: Tensor) -> Convolution:
+        """Scaling a sample scales b."""
+        return replace(self, b=self.b * _like(self.b, factors))
+
+    def merged(self, size: int) -> Record:
+        """Units of several samples: unfolded, samples become positions."""
+        return self.unfolded().merged(size)
+
+    def masked(self, keep: Tensor) -> Convolution:
+        """Zeros where not ``keep``."""
+        return Convolution(_masked(self.x, keep), _masked(self.b, keep), self.geometry)
+
+    @property
+    def form(self) -> planner.Form:
+        """How the norm is computed."""
+        groups = self.geometry.groups
+        return planner.choose(
+            self.b[0, 0].numel(),
+            self.geometry.shape[1:].numel(),
+            self.b.shape[1] // groups,
+            blocks=groups,
+            raw_inputs=self.x[0].numel(),
+        )
+
+    def sq_norm(self) -> Tensor:
+        """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
+        if self.form.name == "gram":
+            return self.unfolded().sq_norm()
+        return _streamed_sq_norm(self)
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""
+        g, x, b = self.geometry, wide(self.x), wide(self.b)
+        space = len(g.stride)
+        moved = torch.ops.aten.convolution(
+            x, direction.to(x.dtype), None, g.stride, g.padding, g.dilation, False, [0] * space, g.groups
+        )
+        return (moved * b).flatten(1).sum(1)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """The library's own weight gradient, with b scaled by w."""
+        b = wide(self.b)
+        return _weight_gradient(wide(self.x), b * _like(b, weights), self.geometry)
+
+    def dense(self) -> Tensor:
+        """One convolution with a group per sample: its weight gradient is every sample's own."""
+        g, x, b = self.geometry, wide(self.x), wide(self.b)
+        n = self.samples
+        if n == 0:
+            return x.new_zeros(0, *g.shape)
+        each = replace(g, shape=torch.Size([n * g.shape[0], *g.shape[1:]]), groups=n * g.groups)
+        x, b = (t.reshape(1, n * t.shape[1], *t.shape[2:]) for t in (x, b))
+        return _weight_gradient(x, b, each).reshape(n, *g.shape)
+
+    def rows(self, start: int, stop: int) -> Convolution:
+        """Samples start … stop."""
+        return Convolution(self.x[start:stop], self.b[start:stop], self.geometry)
+
+    def unfolded(self) -> Outer:
+        """The same gradient as an Outer: each output position's input patch is a row of a."""
+        g = self.geometry
+        space = len(g.stride)
+        pads = [pad for size in reversed(g.padding) for pad in (size, size)]
+        x = torch.nn.functional.pad(self.x, pads)
+        out, kernel = self.b.shape[2:], g.shape[2:]
+        strides = x.stride()[2:]
+        patches = x.as_strided(
+            (*x.shape[:2], *kernel, *out),
+            (
+                *x.stride()[:2],
+                *(s * d for s, d in zip(strides, g.dilation, strict=True)),
+                *(s * d for s, d in zip(strides, g.stride, strict=True)),
+            ),
+            x.storage_offset(),
+        )  # [sample, channel, *kernel, *out]
+        n, channels = x.shape[:2]
+        a = patches.reshape(n, g.groups, channels // g.groups * kernel.numel(), out.numel()).transpose(2, 3)
+        b = self.b.reshape(n, g.groups, self.b.shape[1] // g.groups, out.numel()).transpose(2, 3)
+        assert space == len(out)
+        return Outer(a, b, g.shape)
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Rows of a table: v_i is zero but for row ids_is, which receives b_is. Never [sample, table, feature]."""
+
+    ids: Tensor  # [sample, position]
+    b: Tensor  # [sample, position, feature]
+    shape: torch.Size
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.ids.shape[0]
+
+    def scaled(self, factors: Tensor) -> Indexed:
+        """Scaling a sample scales b."""
+        return replace(self, b=self.b * _like(self.b, factors))
+
+    def merged(self, size: int) -> Indexed:
+        """Samples become positions."""
+        return Indexed(_units(self.ids, size), _units(self.b, size), self.shape)
+
+    def masked(self, keep: Tensor) -> Indexed:
+        """Zeros where not ``keep``."""
+        return replace(self, b=_masked(self.b, keep))
+
+    def plus(self, other: Indexed) -> Indexed:
+        """Adding concatenates positions."""
+        return Indexed(torch.cat([self.ids, other.ids], 1), torch.cat([self.b, other.b], 1), self.shape)
+
+    def sq_norm(self) -> Tensor:
+        """Rows that a sample meets several times are added first: sort each sample's ids, sum the runs, square."""
+        if self.ids.shape[1] == 0:
+            return wide(self.b).new_zeros(self.samples)
+        ids, order = self.ids.sort(dim=1, stable=True)
+        b = wide(self.b).gather(1, order[:, :, None].expand_as(self.b))
+        starts = torch.ones_like(ids, dtype=torch.bool)
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        run = starts.cumsum(1) - 1  # which run of equal ids each position belongs to
+        rows = torch.zeros_like(b).scatter_add_(1, run[:, :, None].expand_as(b), b)
+        return rows.square().flatten(1).sum(1)
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """Σ_s ⟨b_s, u[id_s]⟩."""
+        b = wide(self.b)
+        return (b * direction.to(b.dtype)[self.ids]).flatten(1).sum(1)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Scaled rows, added where they belong."""
+        b = wide(self.b)
+        rows = (b * _like(b, weights)).flatten(0, 1)
+        return b.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows)
+
+    def dense(self) -> Tensor:
+        """Written out: only for tests and for tables as small as a sample."""
+        b = wide(self.b)
+        out = b.new_zeros(self.samples, *self.shape)
+        return out.scatter_add_(1, self.ids[:, :, None].expand_as(b), b)
+
+
+def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
+    """⟨A Aᵀ, B Bᵀ⟩ per sample, for a [sample, block, position, p] and b [sample, block, position, q].
+
+    Guarantees: not under-estimated. Where positions cancel, rounding is relative to (Σ_s ‖a_s‖‖b_s‖)², not to the
+    result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels.
+    """
+    if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel
+        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2))
+    aa = a @ a.transpose(2, 3)
+    bb = b @ b.transpose(2, 3)
+    lengths = aa.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt() * bb.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt()
+    slack = 4 * torch.finfo(a.dtype).eps * lengths.sum(2).square()
+    return ((aa * bb).sum((2, 3)).clamp(min=0) + slack).sum(1)
+
+
+def _streamed_sq_norm(record: Outer | Convolution) -> Tensor:
+    floats = record.form.written_floats
+    step = max(1, planner.STREAM_ELEMENTS // max(1, floats))
+    if step >= record.samples:
+        return Dense(record.dense()).sq_norm()
+    starts = range(0, record.samples, step)
+    return torch.cat([Dense(record.rows(s, s + step).dense()).sq_norm() for s in starts])
+
+
+def _weight_gradient(x: Tensor, b: Tensor, g: Geometry) -> Tensor:
+    shape_only = x.new_zeros(()).expand(g.shape)  # the kernel asks for the weight but reads only its shape
+    space = len(g.stride)
+    return torch.ops.aten.convolution_backward(
+        b, x, shape_only, None, g.stride, g.padding, g.dilation, False, [0] * space, g.groups, [False, True, False]
+    )[1]
+
+
+def cross(first: Record, second: Record) -> Tensor:
+    """⟨u_i, v_i⟩ for two records of one parameter (a tied weight used by layers of different kinds). [sample]."""
+    if isinstance(first, Outer) and isinstance(second, Indexed):
+        first, second = second, first
+    if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
+        # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
+        a, b = wide(second.a)[:, 0], wide(second.b)[:, 0]
+        picked = b.gather(2, first.ids[:, None, :].expand(-1, b.shape[1], -1))  # [sample, position 2, position 1]
+        return (picked * (a @ wide(first.b).to(a.dtype).transpose(1, 2))).sum((1, 2))
+    return _flat(first.dense() * second.dense()).sum(1)
+
+
+def joined(records: Sequence[Record]) -> tuple[Record, ...]:
+    """The same sum in fewer records: those of one kind are added where adding is concatenation or plain addition."""
+    outers = [r for r in records if isinstance(r, Outer)]
+    indexed = [r for r in records if isinstance(r, Indexed)]
+    dense = [r for r in records if isinstance(r, Dense)]
+    rest = [r for r in records if isinstance(r, Convolution)]
+    if len(rest) > 1 or (rest and (outers or dense or indexed)):
+        dense += [Dense(r.dense()) for r in rest]
+        rest = []
+    if dense and (outers or indexed):
+        dense += [Dense(r.dense()) for r in outers] + [Dense(r.dense()) for r in indexed]
+        outers, indexed = [], []
+    out: list[Record] = list(rest)
+    if dense:
+        out.append(Dense(torch.stack([d.value for d in dense]).sum(0)) if len(dense) > 1 else dense[0])
+    for same in (outers, indexed):
+        if same:
+            first = same[0]
+            for other in same[1:]:
+                first = first.plus(other)  # type: ignore[arg-type]
+            out.append(first)
+    return tuple(out)

@@ -1,0 +1,131 @@
+"""Recurrent layers over a whole sequence: one function each, with its gradient written by hand.
+
+Receives: the input's share of the gates for all steps, the first state, and the recurrent weight.
+Gives: all states; in the backward pass, the gradient at the gates of every step, which is all that records need.
+
+Autograd over an unrolled loop keeps a dozen nodes per step; here a step is one product and a few fused passes, and
+what does not depend on the recurrence is computed for all steps at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def lstm(ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """All hidden states [step, sample, hidden] and the last cell, for gates ``ahead`` [step, sample, 4 hidden]."""
+    return lstm_tapped(ahead, h, c, weight, bias, ahead.new_zeros(()).expand_as(ahead))
+
+
+def gru(ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """All hidden states [step, sample, hidden], for gates ``ahead`` [step, sample, 3 hidden]."""
+    return gru_tapped(ahead, h, weight, bias, ahead.new_zeros(()).expand_as(ahead))
+
+
+def lstm_tapped(
+    ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same; the tap's gradient is the gradient at W_hh h + b_hh."""
+    states: tuple[Tensor, Tensor] = _Lstm.apply(ahead, h, c, weight, bias, tap)  # type: ignore[no-untyped-call]
+    return states
+
+
+def gru_tapped(ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+    """The same; the tap's gradient is the gradient at W_hh h + b_hh."""
+    states: Tensor = _Gru.apply(ahead, h, weight, bias, tap)  # type: ignore[no-untyped-call]
+    return states
+
+
+class _Lstm(torch.autograd.Function):
+    """c = f c + i g, h = o tanh c, with i, f, o = σ(·) and g = tanh(·) of ahead + W h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        size = h.shape[-1]
+        hs, cs, tanhs, gates = [], [c], [], []
+        turned = weight.t()
+        for x in (ahead if bias is None else ahead + bias).unbind(0):
+            z = torch.addmm(x, h, turned)
+            z[:, : 2 * size].sigmoid_()
+            z[:, 2 * size : 3 * size].tanh_()
+            z[:, 3 * size :].sigmoid_()
+            gates.append(z)
+            i, f, g, o = z.split(size, 1)
+            c = torch.addcmul(f * c, i, g)
+            squashed = c.tanh()
+            h = o * squashed
+            hs.append(h)
+            cs.append(c)
+            tanhs.append(squashed)
+        ctx.save_for_backward(torch.stack(gates), torch.stack(cs[:-1]), torch.stack(tanhs), weight)
+        return torch.stack(hs), c
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gates, before, squashed, weight = ctx.saved_tensors
+        d_hs, dc = gradients
+        i, f, g, o = gates.chunk(4, 2)
+        through = o * (1 - squashed.square())  # ∂h/∂c
+        # ∂c/∂(i, f, g) and ∂h/∂o before their squashing, for all steps at once
+        local = torch.stack(
+            [g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2
+        )  # [step, sample, 4, hidden]
+        out = torch.empty_like(gates)
+        blocks = out.unflatten(2, (4, -1))
+        dh = torch.zeros_like(d_hs[0])
+        for t in range(len(gates) - 1, -1, -1):
+            dh = dh + d_hs[t]
+            dc = torch.addcmul(dc, dh, through[t])
+            torch.mul(local[t, :, :3], dc[:, None], out=blocks[t, :, :3])
+            torch.mul(local[t, :, 3], dh, out=blocks[t, :, 3])
+            dc = dc * f[t]
+            dh = out[t] @ weight
+        return out, dh, dc, None, None, out
+
+
+class _Gru(torch.autograd.Function):
+    """h = (1 − z) n + z h, with r, z = σ(·) and n = tanh(ahead_n + r (W h + b)_n)."""
+
+    @staticmethod
+    def forward(ctx: Any, ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+        size, first = h.shape[-1], h
+        hs, zs, ns, inner = [], [], [], []
+        turned = weight.t()
+        for x in ahead.unbind(0):
+            u = h @ turned if bias is None else torch.addmm(bias, h, turned)
+            rz = (x[:, : 2 * size] + u[:, : 2 * size]).sigmoid_()
+            n = torch.addcmul(x[:, 2 * size :], rz[:, :size], u[:, 2 * size :]).tanh_()
+            h = torch.lerp(n, h, rz[:, size:])
+            hs.append(h)
+            zs.append(rz)
+            ns.append(n)
+            inner.append(u[:, 2 * size :])
+        states = torch.stack(hs)
+        ctx.save_for_backward(torch.stack(zs), torch.stack(ns), torch.stack(inner), states, first, weight)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_hs,) = gradients
+        rz, n, inner, states, first, weight = ctx.saved_tensors
+        r, z = rz.chunk(2, 2)
+        before = torch.cat([first[None], states[:-1]])
+        at_n = (1 - z) * (1 - n.square())  # ∂h/∂n before its squashing
+        local = torch.stack([at_n * inner * r * (1 - r), (before - n) * z * (1 - z), at_n], 2)
+        out = torch.empty(*rz.shape[:2], 3 * z.shape[2], dtype=rz.dtype, device=rz.device)
+        blocks = out.unflatten(2, (3, -1))
+        recurrent = torch.empty_like(out)
+        parts = recurrent.unflatten(2, (3, -1))
+        dh = torch.zeros_like(d_hs[0])
+        for t in range(len(z) - 1, -1, -1):
+            dh = dh + d_hs[t]
+            torch.mul(local[t], dh[:, None], out=blocks[t])
+            parts[t, :, :2] = blocks[t, :, :2]
+            torch.mul(blocks[t, :, 2], r[t], out=parts[t, :, 2])
+            dh = torch.addmm(dh * z[t], recurrent[t], weight)
+        return out, dh, None, None, recurrent

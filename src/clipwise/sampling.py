@@ -1,0 +1,42 @@
+"""Poisson draws: which samples take part in a step, and in what pieces they are read.
+
+Receives: the data set's size, the sampling rate and a random stream.
+Gives: indices, every sample in with probability ``rate`` independently of all else; chunks that fit memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from clipwise.randomness import Stream
+from clipwise.types import InputError, positive, whole
+
+_BLOCK = 1 << 20  # uniforms held at a time: 8 MiB whatever the size of the data set
+
+
+def poisson(size: int, rate: float, stream: Stream) -> Tensor:
+    """The indices of one Poisson draw, ascending.
+
+    *Guarantees.* Each of the ``size`` samples is in with probability ``rate``, rounded up by less than 2⁻⁵³,
+    independently of the others and of earlier draws.
+    *Edge cases.* A draw may be empty, and then it still counts as a step; at rate 1 every sample is in.
+    """
+    whole("size", size)
+    if positive("sampling_rate", rate) > 1:
+        raise InputError(
+            f"sampling_rate must be at most 1, got {rate!r}: the expected batch must not exceed the {size} samples"
+        )
+    return torch.cat(
+        [
+            (stream.uniform(min(_BLOCK, size - start)) < rate).nonzero().view(-1) + start
+            for start in range(0, size, _BLOCK)
+        ]
+    )
+
+
+def chunks(indices: Tensor, most: int) -> Iterator[Tensor]:
+    """The indices in order, in pieces of at most ``most``; an empty draw gives one empty piece."""
+    return iter(torch.split(indices, whole("chunk", most)))

@@ -1,0 +1,68 @@
+"""The path of a gradient, on one page: per-sample gradients → weights → one bounded sum → noise → a public gradient.
+
+Receives: a method, per-sample gradients chunk by chunk, and the event to make of them.
+Gives: the private sum; ``noise.release`` makes it public, and the caller divides by the expected batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.methods import Block, Method
+from clipwise.records import SampleGradients
+from clipwise.types import Gradient, Part, PrivateSum
+
+# A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
+# shrunk by this much, so that the term that is really added keeps the bound after rounding.
+MARGIN = 64 * torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the data's owner may see of a step. Not private: never part of a release, a checkpoint or a report."""
+
+    samples: int
+    non_finite: int  # samples whose gradient was not finite: they contributed zero
+
+
+def private_sum(
+    method: Method, parameters: Mapping[str, Tensor], chunks: Iterable[SampleGradients]
+) -> tuple[PrivateSum, Observed]:
+    """Σ_i w_i v_i over all chunks of one batch.
+
+    Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
+    is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
+    """
+    blocks = method.blocks(tuple(parameters))
+    groups = [block.names for block in blocks]
+    total: Gradient = {
+        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        for name, p in parameters.items()
+    }
+    count, samples, lost = 0.0, 0, 0
+    for gradients in chunks:
+        if not gradients.samples:
+            continue
+        norms = gradients.norms(groups)  # [sample, block]
+        finite = norms.isfinite().all(1)
+        if not bool(finite.all()):
+            gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
+        weights = weigh(blocks, norms) * finite[:, None]  # [sample, block]
+        for name, part in gradients.weighted_sum(weights, groups).items():
+            total[name] += part
+        if method.count is not None:
+            count += float((method.count.of(norms.square().sum(1).sqrt()) * finite).sum())
+        samples, lost = samples + gradients.samples, lost + int((~finite).sum())
+    parts = [Part({name: total[name] for name in block.names}, block.bound, block.share) for block in blocks]
+    if method.count is not None:
+        parts.append(Part({"count": torch.tensor(count)}, 0.5, method.count.share, is_count=True))
+    return PrivateSum(tuple(parts)), Observed(samples, lost)
+
+
+def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:
+    """ω(‖v_i‖) in each block, less the margin for rounding. [sample, block]."""
+    return torch.stack([block.weigh(norms[:, r]) for r, block in enumerate(blocks)], 1) / (1 + MARGIN)

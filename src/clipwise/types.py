@@ -1,0 +1,139 @@
+"""Vocabulary of the whole package: what flows between modules, and the errors they raise.
+
+Receives: nothing; it imports nothing of clipwise, and torch only for type checkers.
+Gives: Gradient, Event, PrivateSum, Released, Citation, and one-line validators.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# parameter name → tensor of that parameter's shape
+Gradient: TypeAlias = "dict[str, Tensor]"
+# whatever a data set gives for several samples: a tensor, or tuples, lists and mappings of tensors, rows first
+Batch: TypeAlias = Any
+
+
+class InputError(ValueError):
+    """Bad input: the message is one line with what was expected, what was got and what to write."""
+
+
+class Refused(InputError):
+    """Something that would train without the privacy it states; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class PoissonGaussian:
+    """One release: every sample joined with probability ``sampling_rate``, then Gaussian noise.
+
+    ``noise_multiplier`` is the noise's standard deviation over the joint sensitivity.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+
+
+# Everything that a release can be. Accounting refuses what is not in this union.
+Event: TypeAlias = PoissonGaussian
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block of a private sum: adding or removing one sample moves ``value`` by at most ``bound``.
+
+    ``share`` is this block's part of the privacy loss: its noise is σ·bound/√share. One block has share 1.
+    """
+
+    value: Gradient
+    bound: float
+    share: float
+    is_count: bool = False  # not a part of the gradient but a count that a method asked for beside it
+
+
+@dataclass(frozen=True)
+class PrivateSum:
+    """A secret: sums over the batch with their sensitivities. Only ``noise.release`` accepts it."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse bounds and shares under which the joint noise would be too small."""
+        total = sum(part.share for part in self.parts)
+        if not self.parts or total > 1 + 1e-9 or any(part.share <= 0 for part in self.parts):
+            raise Refused(
+                f"the shares of a private sum must be positive and add up to at most 1, got {total:.6g}: "
+                "per-block bounds need their joint sensitivity"
+            )
+        for part in self.parts:
+            positive("bound", part.bound)
+
+
+@dataclass(frozen=True)
+class Released:
+    """Public: noisy sums and the event that the noise's draw amounts to."""
+
+    gradient: Gradient  # the noisy sum, not yet divided by the expected batch
+    counts: Gradient  # noisy counts that a method asked for beside it
+    event: Event
+
+
+@dataclass(frozen=True)
+class Citation:
+    """Where a method comes from."""
+
+    key: str
+    authors: str
+    title: str
+    venue: str
+    year: int
+
+    def bibtex(self) -> str:
+        """One BibTeX entry."""
+        return (
+            f"@inproceedings{{{self.key},\n  author = {{{self.authors}}},\n  title = {{{self.title}}},\n"
+            f"  booktitle = {{{self.venue}}},\n  year = {{{self.year}}},\n}}"
+        )
+
+
+def positive(name: str, value: float) -> float:
+    """The value, if it is a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def fraction(name: str, value: float, *, open_end: bool = False) -> float:
+    """The value, if it is in (0, 1], or in (0, 1) where ``open_end``."""
+    positive(name, value)
+    if value > 1 or (open_end and value >= 1):
+        raise InputError(f"{name} must be above 0 and {'below' if open_end else 'at most'} 1, got {value!r}")
+    return float(value)
+
+
+def whole(name: str, value: int, *, least: int = 1) -> int:
+    """The value, if it is a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: str, known: Iterable[str] | Mapping[str, object]) -> str:
+    """The value, if it is known; the error names the nearest known one."""
+    names = list(known)
+    if value not in names:
+        raise InputError(f"unknown {name} {value!r}: {nearest(value, names)}")
+    return value
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?``, or the whole list when nothing is near."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(word), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"write one of {', '.join(names)}"

@@ -1,0 +1,194 @@
+"""The bench: every column computes the same update, so that their times may be compared."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clipwise.bench import CASES, COLUMNS, Case, Cell, Row, Step, Table, as_text, bench
+from clipwise.bench.__main__ import main
+from clipwise.bench.cases import losses
+from clipwise.bench.columns import _for_opacus
+from clipwise.bench.memory import peak_megabytes
+from clipwise.models import lstm_classifier, small_transformer
+from clipwise.types import InputError
+
+
+def tiny_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+
+
+TINY = {
+    "cnn": Case("tiny CNN", 5, (1, 6, 6), tiny_cnn, 3),
+    # one head, because Opacus's attention orders several heads in its own way
+    "transformer": Case("tiny transformer", 5, (4,), partial(small_transformer, 11, 8, 1, 1, 3, 4), 3, 11),
+    "lstm": Case("tiny LSTM", 5, (4,), partial(lstm_classifier, 11, 6, 5, 3), 3, 11),
+}
+QUIET = {name: replace(case, noise_multiplier=0.0, learning_rate=1.0) for name, case in TINY.items()}
+PRIVATE = [column for column in COLUMNS if column != "plain"]
+
+
+def step_of(column: str, case: Case) -> Step:
+    if column.startswith("opacus"):
+        pytest.importorskip("opacus")
+    if column == "clipwise":
+        pytest.importorskip("clipwise.step")
+    return COLUMNS[column](case)
+
+
+def model_of(column: str, case: Case) -> nn.Module:
+    return _for_opacus(case) if column.startswith("opacus") else case.model()
+
+
+def sample_gradients(model: nn.Module, case: Case) -> list[dict[str, Tensor]]:
+    """One sample at a time: the reference."""
+    inputs, labels = case.data()
+    gradients = []
+    for index in range(case.batch):
+        model.zero_grad()
+        losses(model, (inputs[index : index + 1], labels[index : index + 1])).sum().backward()
+        gradients.append({name: value.grad.clone() for name, value in model.named_parameters()})
+    return gradients
+
+
+def norm(gradient: dict[str, Tensor]) -> float:
+    return float(sum(value.square().sum() for value in gradient.values()) ** 0.5)
+
+
+def expected(model: nn.Module, case: Case) -> dict[str, Tensor]:
+    """The parameters after one step of clipped, noiseless SGD."""
+    after = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for gradient in sample_gradients(model, case):
+        weight = min(1.0, case.clip_norm / norm(gradient))
+        for name, value in gradient.items():
+            after[name] -= case.learning_rate * weight * value / case.batch
+    return after
+
+
+def assert_trains_as(step: Step, reference: dict[str, Tensor]) -> None:
+    step()
+    after = dict(step.model.named_parameters())
+    assert after.keys() == reference.keys()
+    for name, value in reference.items():
+        torch.testing.assert_close(after[name].detach(), value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("column", PRIVATE)
+def test_without_noise_every_private_column_makes_the_same_clipped_step(name: str, column: str) -> None:
+    norms = sorted(norm(gradient) for gradient in sample_gradients(QUIET[name].model(), QUIET[name]))
+    case = replace(QUIET[name], clip_norm=norms[2])  # two samples below, two above
+    assert norms[1] < norms[3]
+    assert_trains_as(step_of(column, case), expected(model_of(column, case), case))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_without_noise_or_clipping_the_plain_column_makes_the_same_step(name: str) -> None:
+    case = replace(QUIET[name], clip_norm=1e9)
+    assert_trains_as(step_of("plain", case), expected(case.model(), case))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_layers_swapped_for_opacus_compute_the_same_function(name: str) -> None:
+    pytest.importorskip("opacus")
+    inputs, _ = TINY[name].data()
+    torch.testing.assert_close(_for_opacus(TINY[name])(inputs), TINY[name].model()(inputs), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("column", PRIVATE)
+def test_every_private_column_adds_noise_of_the_same_scale(column: str) -> None:
+    case = replace(QUIET["transformer"], noise_multiplier=2.0, clip_norm=0.5)
+    step, quiet = step_of(column, case), expected(model_of(column, case), case)
+    step()
+    noise = torch.cat([(value.detach() - quiet[name]).flatten() for name, value in step.model.named_parameters()])
+    assert float(noise.std()) == pytest.approx(2.0 * 0.5 / case.batch, rel=0.1)
+
+
+def test_a_case_gives_the_same_model_and_data_at_each_call_and_leaves_the_random_state() -> None:
+    case, state = CASES["small_transformer"], torch.get_rng_state()
+    first, second = case.model(), case.model()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(case.data(), case.data(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_columns_take_turns_with_garbage_collection_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool]] = []
+
+    def recorder(column: str) -> Step:
+        return Step(nn.Identity(), lambda: seen.append((column, gc.isenabled())))
+
+    for column in ("plain", "vmap"):
+        monkeypatch.setitem(COLUMNS, column, lambda _, column=column: recorder(column))
+    bench(["mnist_cnn"], ["vmap"], rounds=3, memory=False, batch=2)
+    assert seen[-6:] == [("plain", False), ("vmap", False)] * 3
+    assert gc.isenabled()
+
+
+def test_the_table_holds_times_memory_and_ratios_to_plain() -> None:
+    table = bench(["mnist_cnn"], ["vmap"], rounds=3, batch=2)
+    (row,) = table.rows
+    plain, private = row.cells
+    assert (row.batch, plain.column, private.column) == (2, "plain", "vmap")
+    assert plain.ratio == plain.memory_ratio == 1
+    assert private.milliseconds == sorted(private.rounds)[1]
+    assert private.ratio == pytest.approx(private.milliseconds / plain.milliseconds)
+    assert private.megabytes > 0 and private.missing is None
+    assert table.threads == torch.get_num_threads()
+    assert f"{private.ratio:.2f}× (memory" in as_text(table)
+
+
+def test_a_table_measured_on_a_busy_machine_says_so() -> None:
+    quiet = Cell("plain", milliseconds=10.0, ratio=1.0, rounds=(9.0, 10.0, 90.0))
+    busy = Cell("vmap", milliseconds=80.0, ratio=8.0, rounds=(20.0, 80.0, 90.0))
+    table = Table((Row("lstm", "LSTM", 64, (quiet, busy)),), rounds=3, threads=2, torch="2", machine="")
+    assert table.as_dict()["unsteady"] == ["lstm/vmap"]
+    assert "Do not trust lstm/vmap: the machine was busy" in as_text(table)
+
+
+def test_peak_memory_is_the_steps_own_and_not_its_parents() -> None:
+    ballast = torch.ones(75_000_000)  # 300 MB
+    peak = peak_megabytes("mnist_cnn", "plain", 2, 1)
+    assert isinstance(peak, float) and 0 < peak < 150
+    del ballast
+
+
+def test_peak_memory_grows_with_the_batch() -> None:
+    small, large = (peak_megabytes("mnist_cnn", "plain", batch, 1) for batch in (2, 1024))
+    assert large > small + 30
+
+
+def test_a_peer_that_fails_leaves_a_dash_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(case: Case) -> Step:
+        raise ModuleNotFoundError("No module named 'opacus'")
+
+    monkeypatch.setitem(COLUMNS, "opacus_ghost", absent)
+    table = bench(["mnist_cnn"], ["opacus_ghost"], rounds=1, memory=False, batch=2)
+    cell = table.rows[0].cells[1]
+    assert cell.milliseconds is None and cell.missing == "ModuleNotFoundError: No module named 'opacus'"
+    assert as_text(table).endswith("– opacus_ghost on MNIST CNN: ModuleNotFoundError: No module named 'opacus'")
+    assert " | – |" in as_text(table)
+
+
+def test_an_unknown_row_or_column_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"unknown row 'mnist': did you mean 'mnist_cnn'\?"):
+        bench(["mnist"])
+    with pytest.raises(InputError, match=r"unknown column 'opacus_host': did you mean 'opacus_ghost'\?"):
+        bench(["mnist_cnn"], ["opacus_host"])
+    with pytest.raises(InputError, match="rounds must be a whole number of at least 1, got 0"):
+        bench(rounds=0)
+
+
+def test_the_command_prints_json_or_one_line_of_error(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--rows", "mnist_cnn", "--columns", "vmap", "--rounds", "1", "--batch", "2", "--no-memory", "--json"]
+    assert main(command) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert [cell["column"] for cell in table["rows"][0]["cells"]] == ["plain", "vmap"]
+    assert main(["--rows", "lstn"]) == 2
+    assert capsys.readouterr().err == "error: unknown row 'lstn': did you mean 'lstm'?\n"

@@ -1,0 +1,182 @@
+"""Streams of random numbers: the cipher, the distribution, and what repeats."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from scipy import stats
+
+from clipwise.randomness import SecureStream, SeededStream, Stream, keystream
+from clipwise.types import InputError
+
+# RFC 8439: key 00 01 … 1f, and the plaintext and ciphertext of section 2.4.2
+KEY = bytes(range(32))
+SUNSCREEN = b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, sunscreen would be it."
+CIPHERTEXT = bytes.fromhex(
+    "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0bf91b65c5524733ab8f593dabcd62b357"
+    "1639d624e65152ab8f530c359f0861d807ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
+    "5af90bbf74a35be6b40b8eedf2785e42874d"
+)
+
+
+@pytest.fixture(params=["secure", "seeded"])
+def stream(request: pytest.FixtureRequest) -> Stream:
+    """Each stream, new for each test."""
+    return SecureStream() if request.param == "secure" else SeededStream(1)
+
+
+def test_the_keystream_is_that_of_rfc_8439_section_2_3_2() -> None:
+    block = bytearray(64)
+    keystream(KEY, (1).to_bytes(4, "little") + bytes.fromhex("000000090000004a00000000"), memoryview(block))
+    assert block.hex() == (
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+    )
+
+
+def test_the_keystream_is_that_of_rfc_8439_section_2_4_2() -> None:
+    stream = bytearray(len(SUNSCREEN))
+    keystream(KEY, (1).to_bytes(4, "little") + bytes.fromhex("000000000000004a00000000"), memoryview(stream))
+    assert bytes(a ^ b for a, b in zip(stream, SUNSCREEN, strict=True)) == CIPHERTEXT
+
+
+def test_uniforms_are_the_low_53_bits_of_the_keystream() -> None:
+    stream = SeededStream(3)
+    key, nonce = SeededStream(3)._next(use=0)
+    words = bytearray(8 * 100)
+    keystream(key, nonce, memoryview(words))
+    expected = [(int.from_bytes(words[i : i + 8], "little") & ((1 << 53) - 1)) / 2**53 for i in range(0, 800, 8)]
+    assert stream.uniform(100).tolist() == expected
+
+
+def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(stream: Stream) -> None:
+    count = 400_000  # several blocks, the last one not full
+    values = stream.normal([count])
+    assert stats.kstest(values[:100_000].numpy(), "norm").pvalue > 1e-6
+    # five standard errors each: a right sampler fails once in a million runs
+    assert abs(float(values.mean())) < 5 / math.sqrt(count)
+    assert abs(float(values.var()) - 1) < 5 * math.sqrt(2 / count)
+    assert abs(float((values**3).mean())) < 5 * math.sqrt(15 / count)
+    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / count)
+
+
+def test_the_tails_of_the_normals_hold_what_they_should(stream: Stream) -> None:
+    count = 2_000_000
+    beyond = int((stream.normal([count]).abs() > 3.5).sum())
+    assert stats.binomtest(beyond, count, 2 * stats.norm.sf(3.5)).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("lag", [1, 2, 8, 1 << 14, 1 << 15, 1 << 16])
+def test_normals_and_their_squares_are_not_correlated_at_a_distance(stream: Stream, lag: int) -> None:
+    # 2¹⁴ is the distance between the sine and the cosine of one pair, 2¹⁵ and 2¹⁶ are block lengths
+    values = stream.normal([300_000])
+    for series in (values, (values**2 - 1) / math.sqrt(2)):
+        pairs = series[:-lag] * series[lag:]
+        assert abs(float(pairs.mean())) < 6 / math.sqrt(len(pairs))
+
+
+def test_uniforms_are_uniform_in_the_half_open_interval(stream: Stream) -> None:
+    values = stream.uniform(200_000)
+    assert values.dtype == torch.float64 and float(values.min()) >= 0 and float(values.max()) < 1
+    assert stats.kstest(values.numpy(), "uniform").pvalue > 1e-6
+    assert bool((values * 2**53 == (values * 2**53).floor()).all())
+    odd = int(((values * 2**53).long() & 1).sum())  # the lowest bit is random too
+    assert stats.binomtest(odd, len(values), 0.5).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF])
+def test_normals_are_finite_at_the_ends_of_the_uniforms(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def constant(key: bytes, nonce: bytes, into: memoryview) -> None:
+        into[:] = bytes([byte]) * len(into)
+
+    monkeypatch.setattr("clipwise.randomness.keystream", constant)
+    values = SecureStream().normal([9])
+    largest = math.sqrt(2) * math.sqrt(2 * 53 * math.log(2))
+    assert bool(values.isfinite().all()) and float(values.abs().max()) <= largest * (1 + 1e-12)
+
+
+def test_a_normal_sums_two_box_muller_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    radii, angles = [0.3, 0.8], [0.1, 0.45]
+    words = b"".join(int(value * 2**53).to_bytes(8, "little") for value in (*radii, *angles))
+
+    def fixed(key: bytes, nonce: bytes, into: memoryview) -> None:
+        into[:] = words
+
+    monkeypatch.setattr("clipwise.randomness.keystream", fixed)
+    lengths = [math.sqrt(-2 * math.log(1 - u)) for u in radii]
+    cosine = sum(r * math.cos(2 * math.pi * v) for r, v in zip(lengths, angles, strict=True)) / math.sqrt(2)
+    sine = sum(r * math.sin(2 * math.pi * v) for r, v in zip(lengths, angles, strict=True)) / math.sqrt(2)
+    assert SecureStream().normal([2]).tolist() == pytest.approx([cosine, sine], rel=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (32_769,), (65_537,)])
+def test_normals_have_the_shape_asked_for(stream: Stream, shape: tuple[int, ...]) -> None:
+    values = stream.normal(shape)
+    assert tuple(values.shape) == shape and values.dtype == torch.float64 and bool(values.isfinite().all())
+    assert len(stream.uniform(0)) == 0
+
+
+def test_numbers_are_on_the_cpu_whatever_device_is_the_default(stream: Stream) -> None:
+    with torch.device("meta"):
+        assert stream.normal([3]).device.type == stream.uniform(3).device.type == "cpu"
+
+
+def test_two_secure_streams_differ_and_no_block_comes_back() -> None:
+    a, b = SecureStream(), SecureStream()
+    assert len({float(stream.normal([1])) for stream in (a, b, a, b, a.at(1), a.at(1))}) == 6
+    assert len(a.uniform(200_000).unique()) == 200_000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_draws_other_numbers() -> None:
+    stream = SecureStream()
+    stream.uniform(1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, stream.uniform(4).numpy().tobytes())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(read, 32)
+    assert len(theirs) == 32 and theirs != stream.uniform(4).numpy().tobytes()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_seeded_stream_repeats_and_another_seed_differs() -> None:
+    assert torch.equal(SeededStream(5).normal([1000]), SeededStream(5).normal([1000]))
+    assert torch.equal(SeededStream(5).uniform(1000), SeededStream(5).uniform(1000))
+    assert not torch.equal(SeededStream(5).normal([1000]), SeededStream(6).normal([1000]))
+    stream = SeededStream(5)
+    assert not torch.equal(stream.normal([1000]), stream.normal([1000]))
+
+
+def test_a_step_repeats_on_resume_and_differs_from_other_steps() -> None:
+    stream = SeededStream(5)
+    before = [stream.at(step).normal([10]) for step in range(4)]
+    stream.normal([10])  # what was drawn meanwhile does not matter
+    resumed = [SeededStream(5).at(step).normal([10]) for step in (2, 3)]
+    assert torch.equal(resumed[0], before[2]) and torch.equal(resumed[1], before[3])
+    draws = {tuple(stream.at(step).uniform(2).tolist()) for step in range(2000)} | {tuple(stream.uniform(2).tolist())}
+    assert len(draws) == 2001
+    assert stream.at(3).at(2).uniform(1) == stream.at(2).uniform(1)
+
+
+def test_uniforms_and_normals_of_a_step_do_not_depend_on_their_order_or_on_each_other() -> None:
+    first, second = SeededStream(5).at(1), SeededStream(5).at(1)
+    uniforms, normals = first.uniform(10_000), first.normal([10_000])
+    assert torch.equal(second.normal([10_000]), normals) and torch.equal(second.uniform(10_000), uniforms)
+    for values in (normals, normals**2):  # the squares would tell if radii came from these uniforms
+        assert abs(float(torch.corrcoef(torch.stack([uniforms, values]))[0, 1])) < 5 / math.sqrt(10_000)
+
+
+def test_streams_say_their_names_and_refuse_a_bad_seed() -> None:
+    assert SecureStream().name == "chacha20" and SeededStream(7).at(3).name == "seeded(7)"
+    for seed in (-1, 0.5, True):
+        with pytest.raises(InputError, match="seed must be a whole number"):
+            SeededStream(seed)  # type: ignore[arg-type]
