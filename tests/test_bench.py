@@ -30,15 +30,14 @@ TINY = {
     "transformer": Case("tiny transformer", 5, (4,), partial(small_transformer, 11, 8, 1, 1, 3, 4), 3, 11),
     "lstm": Case("tiny LSTM", 5, (4,), partial(lstm_classifier, 11, 6, 5, 3), 3, 11),
 }
-QUIET = {name: replace(case, noise_multiplier=0.0, learning_rate=1.0) for name, case in TINY.items()}
+# next to no noise: clipwise refuses to release with none
+QUIET = {name: replace(case, noise_multiplier=1e-9, learning_rate=1.0) for name, case in TINY.items()}
 PRIVATE = [column for column in COLUMNS if column != "plain"]
 
 
 def step_of(column: str, case: Case) -> Step:
     if column.startswith("opacus"):
         pytest.importorskip("opacus")
-    if column == "clipwise":
-        pytest.importorskip("clipwise.step")
     return COLUMNS[column](case)
 
 
@@ -76,7 +75,8 @@ def assert_trains_as(step: Step, reference: dict[str, Tensor]) -> None:
     after = dict(step.model.named_parameters())
     assert after.keys() == reference.keys()
     for name, value in reference.items():
-        torch.testing.assert_close(after[name].detach(), value, rtol=1e-4, atol=1e-6, msg=name)
+        # updates are about 0.1; clipwise shrinks its weights by 8e-6 so that the bound holds after rounding
+        torch.testing.assert_close(after[name].detach(), value, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -19,6 +19,8 @@ from clipwise.types import Gradient, Part, PrivateSum
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
 MARGIN = 64 * torch.finfo(torch.float32).eps
+# Squares below float32's smallest normal number are lost: of 1e10 entries, this much of a norm.
+LOST = 1e5 * torch.finfo(torch.float32).tiny ** 0.5
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ def private_sum(
     """
     blocks = method.blocks(tuple(parameters))
     groups = [block.names for block in blocks]
+    # float64: in float32 the rounding of a long sum can depend on one sample by more than the bound
     total: Gradient = {
-        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float64), device=p.device)
         for name, p in parameters.items()
     }
     count, samples, lost = 0.0, 0, 0
@@ -51,7 +54,7 @@ def private_sum(
         finite = norms.isfinite().all(1)
         if not bool(finite.all()):
             gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
-        weights = weigh(blocks, norms) * finite[:, None]  # [sample, block]
+        weights = torch.where(finite[:, None], weigh(blocks, norms), 0.0)  # [sample, block]
         for name, part in gradients.weighted_sum(weights, groups).items():
             total[name] += part
         if method.count is not None:
@@ -59,10 +62,14 @@ def private_sum(
         samples, lost = samples + gradients.samples, lost + int((~finite).sum())
     parts = [Part({name: total[name] for name in block.names}, block.bound, block.share) for block in blocks]
     if method.count is not None:
-        parts.append(Part({"count": torch.tensor(count)}, 0.5, method.count.share, is_count=True))
+        parts.append(Part({"count": torch.tensor(count, dtype=torch.float64)}, 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts)), Observed(samples, lost)
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:
-    """ω(‖v_i‖) in each block, less the margin for rounding. [sample, block]."""
-    return torch.stack([block.weigh(norms[:, r]) for r, block in enumerate(blocks)], 1) / (1 + MARGIN)
+    """ω(‖v_i‖) in each block, at most bound/‖v_i‖ whatever ω says, less the margin for rounding. [sample, block]."""
+    columns = []
+    for block, norm in zip(blocks, norms.unbind(1), strict=True):
+        most, weight = block.bound / (norm + LOST), block.weigh(norm)
+        columns.append(torch.where((norm > 0) & weight.isfinite(), weight.clamp(-most, most), 0.0))
+    return torch.stack(columns, 1) / (1 + MARGIN)

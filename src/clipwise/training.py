@@ -21,18 +21,19 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clipwise import methods
 from clipwise.accounting import Ledger, calibrate
+from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
 from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream, Stream
-from clipwise.records import Capture, Loss, trainable
+from clipwise.records import Capture, Loss, batch_size, trainable
 from clipwise.records.checks import refuse_modules, self_test
 from clipwise.records.tape import mapped
 from clipwise.report import RunFolder, Statement
 from clipwise.report.folder import CHECKPOINT, MODEL, STATEMENT, STATEMENT_TEXT
 from clipwise.sampling import chunks, poisson
 from clipwise.step import Observed, private_sum
-from clipwise.types import Batch, InputError, PoissonGaussian, Refused, fraction, positive, whole
+from clipwise.types import Batch, InputError, PoissonGaussian, Refused, fraction, one_of, positive, whole
 
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
@@ -102,9 +103,10 @@ class Private:
     def batches(self) -> Iterator[PoissonBatch]:
         """The batches of all steps that are left; give each to ``step`` before asking for the next."""
         while self.steps_taken < self.steps:
-            stream = self._stream.at(self.steps_taken)
-            indices = poisson(len(self.data), self.event.sampling_rate, stream)
-            self._drawn = PoissonBatch(self.steps_taken, indices, stream)
+            if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
+                stream = self._stream.at(self.steps_taken)
+                indices = poisson(len(self.data), self.event.sampling_rate, stream)
+                self._drawn = PoissonBatch(self.steps_taken, indices, stream)
             yield self._drawn
             if self._drawn is not None:
                 raise InputError("the last batch was not used; write private.step(batch) for every batch")
@@ -117,9 +119,10 @@ class Private:
                 "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
             )
         parameters = trainable(self.model)
+        refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self._refuse_gradients(parameters)
-        self._drawn = None
         private, self.observed = private_sum(self.method, parameters, self._gradients(batch))
+        self._drawn = None
         released = release(private, self.event, batch.stream)
         self.ledger.record(released.event)  # before anything uses what was released
         for name, parameter in parameters.items():
@@ -129,6 +132,11 @@ class Private:
         self.optimizer.zero_grad(set_to_none=True)
         self.method = self.method.next(released, self.expected_batch)
         self.steps_taken += 1
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What may not change when a run is resumed, since one statement speaks for all of it."""
+        return {**vars(self.event), "generator": self._stream.name}
 
     def epsilon(self) -> float:
         """ε spent so far, at the run's δ."""
@@ -152,12 +160,20 @@ class Private:
     def _gradients(self, batch: PoissonBatch) -> Iterator[Any]:
         device = next(iter(trainable(self.model).values())).device
         for piece in chunks(batch.indices, self._chunk):
-            gradients = self._capture(mapped(self.data.rows(piece), lambda t: t.to(device)))
+            rows = mapped(self.data.rows(piece), lambda t: t.to(device))
+            if batch_size(rows) != len(piece):
+                raise Refused(
+                    f"expected one row per sample, got {batch_size(rows)} rows for {len(piece)} samples: a sample "
+                    "in several rows has that many times the sensitivity; give each sample one row"
+                )
+            gradients = self._capture(rows)
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients
 
     def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        left = [name for name, p in parameters.items() if p.grad is not None]
+        groups = (group["params"] for group in self.optimizer.param_groups)  # frozen ones too
+        held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
+        left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
         if left:
             raise Refused(
                 f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
@@ -189,7 +205,7 @@ def make_private(
 
     Say how private by ``epsilon`` and ``delta`` (the noise is calibrated) or by ``noise_multiplier``; how long by
     ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time;
-    ``noise="secure"`` draws from the operating system's entropy, a seed is for tests only and is named in the statement.
+    ``noise="secure"`` draws from the operating system's entropy; a seed is for tests, and the statement names it.
     """
     dataset = as_dataset(data, collate)
     rows = len(dataset)
@@ -213,6 +229,7 @@ def make_private(
     chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
     if not isinstance(chosen, Method):
         raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
+    one_of("accountant", accountant, ACCOUNTANTS)
     parameters = trainable(model)
     chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
     _check_optimizer(optimizer, parameters)
@@ -333,6 +350,8 @@ def train(
     loop = _Loop(private, own, plan, ema, place, evaluate)
     if resume:
         loop.restore()
+    else:
+        loop.checkpoint()  # whatever stops the run from now on, it can be resumed
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     try:
         for batch in private.batches():
@@ -344,7 +363,7 @@ def train(
                 loop.checkpoint()
             if progress is not None:
                 progress(done, private.steps, loop.metrics[-1] if loop.metrics else {})
-    except KeyboardInterrupt:
+    except BaseException:
         loop.checkpoint()
         raise
     return loop.finish()
@@ -376,11 +395,12 @@ class _Loop:
     def measure(self) -> None:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
         if self.evaluate is not None:
-            training = self.model.training
+            flags = [(module, module.training) for module in self.model.modules()]
             self.model.eval()
             with torch.no_grad():
-                row.update(self.evaluate(self.model))
-            self.model.train(training)
+                row.update({key: float(value) for key, value in self.evaluate(self.model).items()})
+            for module, flag in flags:  # one by one: a BatchNorm that was in eval mode stays there
+                module.training = flag
         self.metrics.append(row)
         if self.folder is not None:
             self.folder.measured(self.metrics)
@@ -388,8 +408,10 @@ class _Loop:
     def checkpoint(self) -> None:
         if self.folder is None:
             return
+        self.private.ledger.sync()  # the ledger is never behind the model
         state = {
             "step": self.private.steps_taken,
+            "plan": self.private.plan,
             "method": str(self.private.method),
             "model": self.private.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -401,6 +423,14 @@ class _Loop:
     def restore(self) -> None:
         assert self.folder is not None
         state = self.folder.checkpoint()
+        for name, was in state["plan"].items():
+            if self.private.plan[name] != was:
+                raise InputError(f"{name} must be the {was} that the run began with, got {self.private.plan[name]}")
+        if self.private.ledger.releases < state["step"]:
+            raise Refused(
+                f"the ledger in {self.folder.path} holds {self.private.ledger.releases} releases, expected at least "
+                f"the {state['step']} steps of the checkpoint: ε would be too small; restore the ledger's file"
+            )
         self.private.steps_taken = state["step"]
         self.private.method = methods.parse(state["method"])
         self.private.model.load_state_dict(state["model"])

@@ -66,7 +66,7 @@ class PrivateSum:
     def __post_init__(self) -> None:
         """Refuse bounds and shares under which the joint noise would be too small."""
         total = sum(part.share for part in self.parts)
-        if not self.parts or total > 1 + 1e-9 or any(part.share <= 0 for part in self.parts):
+        if not (self.parts and total <= 1 + 1e-9 and all(part.share > 0 for part in self.parts)):  # NaN is neither
             raise Refused(
                 f"the shares of a private sum must be positive and add up to at most 1, got {total:.6g}: "
                 "per-block bounds need their joint sensitivity"

@@ -60,6 +60,14 @@ class Ledger:
         self._write(_line(event), sync)
         self._count(event)
 
+    def sync(self) -> None:
+        """Make what was recorded survive a power failure; call it before a checkpoint is written."""
+        if self._file is not None:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise InputError(f"cannot write the ledger {self._path} ({error.strerror or error})") from error
+
     def epsilon(self, delta: float, accountant: str = "pld") -> float:
         """An upper bound on the ε of everything released so far; 0 when there was nothing."""
         return spent(self._runs, delta, accountant)

@@ -38,30 +38,31 @@ def plain(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
 
     return Step(model, take)
 
 
 def clipwise_step(case: Case) -> Step:
-    """This library: flat clipping by ``clipwise.step.PrivateStep``, then SGD."""
-    clipwise: Any = import_module("clipwise")
+    """This library: flat clipping, then SGD; noise from a seeded generator, as the peers draw theirs by default."""
+    from clipwise.methods import flat
+    from clipwise.noise import release
+    from clipwise.randomness import SeededStream
+    from clipwise.records import Capture, trainable
+    from clipwise.step import private_sum
+    from clipwise.types import PoissonGaussian
+
     model, batch = case.model(), case.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
-    private = clipwise.step.PrivateStep(
-        model,
-        losses,
-        method=clipwise.flat(case.clip_norm),
-        noise_multiplier=case.noise_multiplier,
-        sampling_rate=0.01,
-        expected_batch=case.batch,
-        stream=clipwise.SeededStream(0),
-    )
+    capture, method, stream = Capture(model, losses), flat(case.clip_norm), SeededStream(0)
+    event = PoissonGaussian(case.noise_multiplier, sampling_rate=0.01)
 
     def take() -> None:
-        released = private(batch)
-        for name, parameter in model.named_parameters():
+        parameters = trainable(model)
+        private, _ = private_sum(method, parameters, [capture(batch)])
+        released = release(private, event, stream)
+        for name, parameter in parameters.items():
             parameter.grad = released.gradient[name] / case.batch
         optimizer.step()
 
@@ -106,7 +107,7 @@ def opacus_hooks(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
 
     return Step(model._module, take)

@@ -119,7 +119,7 @@ def _row(row: str, case: Case, columns: list[str], rounds: int, memory: bool, pr
                 for _ in range(WARM_UP):
                     step()
                 steps[column] = step
-            except Exception as error:  # noqa: BLE001 - whatever a peer raises belongs in its cell
+            except Exception as error:  # whatever a peer raises belongs in its cell
                 missing[column] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         progress(f"{case.title}: timing {rounds} rounds")
         times = _times(steps, rounds)

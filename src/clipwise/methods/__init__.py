@@ -44,7 +44,7 @@ def _made(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         factory = METHODS[one_of("method", node.func.id, METHODS)]
         args = [_made(a, text) for a in node.args]
-        kwargs = {k.arg: _made(k.value, text) for k in node.keywords if k.arg is not None}
+        kwargs = {str(k.arg): _made(k.value, text) for k in node.keywords}  # ** has no name, so it is unknown
         known = factory.__code__.co_varnames[: factory.__code__.co_argcount]
         for key in kwargs:
             one_of(f"option of {node.func.id}", key, known)

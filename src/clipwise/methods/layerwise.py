@@ -13,7 +13,7 @@ from typing import Literal
 from clipwise.methods.citations import MCMAHAN_2018
 from clipwise.methods.flat import flat
 from clipwise.methods.method import Block, Method, rescaled
-from clipwise.types import InputError, one_of
+from clipwise.types import InputError, nearest, one_of
 
 Noise = Literal["equal", "proportional"]
 
@@ -28,6 +28,8 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
     one_of("noise", noise, ("equal", "proportional"))
     chosen = flat() if base is None else base
     given = dict(chosen) if isinstance(chosen, Mapping) else None
+    if given is not None and not given:
+        raise InputError("layerwise needs at least one block, got {}; write layerwise({'': flat(1.0)})")
     for method in given.values() if given is not None else [chosen]:
         if not isinstance(method, Method) or method.split is not None or method.count is not None or method.after:
             raise InputError(f"layerwise takes methods with one fixed bound such as flat(1.0), got {method}")
@@ -65,4 +67,7 @@ def _by_prefix(names: Sequence[str], given: Mapping[str, Method]) -> dict[str, t
         if not matching:
             raise InputError(f"no block of layerwise holds the parameter {name}; add a block '' for the rest")
         blocks.setdefault(max(matching, key=len), []).append(name)
+    for key in given:
+        if key not in blocks:
+            raise InputError(f"no parameter falls in the block {key!r} of layerwise; {nearest(key, names)}")
     return {key: tuple(own) for key, own in blocks.items()}

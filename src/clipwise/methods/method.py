@@ -63,7 +63,7 @@ class Method:
 
     def sensitivity(self, names: Sequence[str] = (), relation: Relation = "add-remove") -> float:
         """How far one sample moves the sum, jointly over all blocks: √Σ C_r²; twice that when it is replaced."""
-        joint = math.hypot(*(block.bound for block in self.blocks(names)))
+        joint = math.hypot(*(block.bound for block in self.blocks(names))) if names else self.bound
         return 2 * joint if relation == "replace-one" else joint
 
     def next(self, released: Released, expected_batch: float) -> Method:

@@ -17,7 +17,10 @@ from clipwise.types import InputError, Released, whole
 
 def schedule(phases: Sequence[tuple[int, Method]] | None = None, step: int = 0) -> Method:
     """For instance ``schedule([(0, flat(1.0)), (950, global_(50.0))])``; steps are public, so switching is free."""
-    given = tuple((0, flat()) for _ in "x") if phases is None else tuple((first, m) for first, m in phases)
+    try:
+        given = ((0, flat()),) if phases is None else tuple((first, m) for first, m in phases)
+    except (TypeError, ValueError):
+        raise InputError(f"phases must be pairs such as [(0, flat(1.0)), (950, …)], got {phases!r}") from None
     firsts = [whole("a phase's first step", first, least=0) for first, _ in given]
     if not given or firsts[0] != 0 or sorted(set(firsts)) != firsts:
         raise InputError(f"phases must begin at step 0 and rise, got {firsts}; write [(0, flat(1.0)), (950, …)]")

@@ -304,8 +304,6 @@ def traced(
     Forward, backward, and whatever ``then`` makes of the records (norms, weights, sums) become one graph without side
     effects, so ``torch.compile(..., fullgraph=True)`` sees all of it. The graph is for batches of this shape.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     class _Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -330,6 +328,13 @@ def traced(
         joint = {name: joined(records[name]) for name in own if name in records}
         return then(SampleGradients(joint, own, samples, losses.detach(), tuple(record.tape.sites)))
 
-    parameters = {name: p.detach() for name, p in trainable(model).items()}
-    graph: Callable[..., Any] = make_fx(function)(parameters, batch)
+    return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)
+
+
+def graph_of(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
+    """A function of tensors as one graph of tensor operations."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # fake tensors: a model that asks for values while it is traced (a mask's shortcut, say) then knows not to
+    graph: Callable[..., Any] = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
     return graph

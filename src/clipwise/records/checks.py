@@ -54,6 +54,7 @@ def self_test(model: nn.Module, loss: Loss, batch: Batch, *, tolerance: float = 
                 "use them in the loss, or write requires_grad_(False) on them"
             )
         _independent(model, loss, batch)
+    _unremembered(model, loss, batch)
     with _restored(model):
         model.eval()  # with dropout a batch and its samples one by one are different draws
         fast, slow = Capture(model, loss)(batch), oracle.per_sample(model, loss, batch)
@@ -86,6 +87,21 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
             f"{_culprit(model, loss, batch, changed)} mixes the samples of a batch: changing one sample changed "
             "another's loss; replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
         )
+
+
+def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Buffers after two different batches: what differs holds private data without noise."""
+    kept: list[dict[str, Tensor]] = []
+    for data in (batch, mapped(batch, _last_changed)):
+        with _restored(model):
+            _losses(model, loss, data)
+            kept.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    for name, buffer in kept[0].items():
+        if not torch.equal(buffer, kept[1][name]):
+            raise Refused(
+                f"the buffer {name} is computed from the batch, so it would keep private data without noise; "
+                "compute it from public data beforehand, or call .eval() on its module"
+            )
 
 
 def _last_changed(rows: Tensor) -> Tensor:

@@ -103,8 +103,9 @@ class Dense:
 
     def sq_norm(self) -> Tensor:
         """Σ v²."""
-        # One pass and no copy of squares; vector_norm accumulates in float32 or better.
-        return torch.linalg.vector_norm(_flat(wide(self.value)), dim=1).square()
+        # No copy of squares. In pieces: a float32 accumulator loses small terms after some hundred thousand of them.
+        pieces = _flat(wide(self.value)).split(1 << 14, 1)
+        return torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in pieces], 1).square().sum(1)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩."""
@@ -263,6 +264,8 @@ class Convolution:
         n = self.samples
         if n == 0:
             return x.new_zeros(0, *g.shape)
+        if g.shape[1] <= 4 and g.groups == 1:  # so few channels would leave the convolution's vectors empty
+            return self.unfolded().dense()
         each = replace(g, shape=torch.Size([n * g.shape[0], *g.shape[1:]]), groups=n * g.groups)
         x, b = (t.reshape(1, n * t.shape[1], *t.shape[2:]) for t in (x, b))
         return _weight_gradient(x, b, each).reshape(n, *g.shape)
@@ -371,7 +374,7 @@ def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
 
 def _streamed_sq_norm(record: Outer | Convolution) -> Tensor:
     floats = record.form.written_floats
-    step = max(1, planner.STREAM_ELEMENTS // max(1, floats))
+    step = max(1, planner.STREAM_FLOATS // max(1, floats))
     if step >= record.samples:
         return Dense(record.dense()).sq_norm()
     starts = range(0, record.samples, step)

@@ -11,8 +11,10 @@ from typing import Literal
 
 Name = Literal["gram", "written", "streamed"]
 
-# A matrix product of this many elements of output stays in a core's cache, so writing it out costs no memory traffic.
-STREAM_ELEMENTS = 1 << 20
+# Per-sample gradients written out a piece at a time should stay in a core's cache: this many floats.
+STREAM_FLOATS = 1 << 20
+# What it costs to write a float out and read it twice again (norm, weighted sum), in multiplications.
+TRAFFIC = 16
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Form:
 
     name: Name
     gram_cost: int  # T²(p + q): two Gram matrices
-    written_cost: int  # T·p·q: the per-sample gradient itself
+    written_cost: int  # T·p·q: the per-sample gradient itself, as much as an ordinary weight gradient
     record_floats: int  # what (a, b) occupy
     written_floats: int  # what the written gradient occupies
 
@@ -33,13 +35,12 @@ def choose(positions: int, inputs: int, outputs: int, *, blocks: int = 1, raw_in
     whose unfolded input repeats every value).
     """
     gram = blocks * positions**2 * (inputs + outputs)
-    written = blocks * positions * inputs * outputs
+    product = blocks * positions * inputs * outputs
     record = (raw_inputs if raw_inputs is not None else blocks * positions * inputs) + blocks * positions * outputs
     floats = blocks * inputs * outputs
-    if gram < written:
-        name: Name = "gram"
-    else:
-        # Written out during the backward pass, the gradient replaces (a, b), which are then free: keep it where
-        # it is the smaller of the two, and otherwise make it a few samples at a time and keep only its norm.
-        name = "written" if floats <= record else "streamed"
-    return Form(name, gram, written, record, floats)
+    # Gram and streamed forms need the product once more, for the weighted sum; a written gradient is only read again.
+    costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
+    if floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
+        costs["written"] = product + TRAFFIC * floats
+    name = min(costs, key=lambda form: costs[form])
+    return Form(name, gram, product, record, floats)

@@ -75,16 +75,16 @@ class _Lstm(torch.autograd.Function):
         local = torch.stack(
             [g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2
         )  # [step, sample, 4, hidden]
-        out = torch.empty_like(gates)
-        blocks = out.unflatten(2, (4, -1))
+        found = []
         dh = torch.zeros_like(d_hs[0])
         for t in range(len(gates) - 1, -1, -1):
             dh = dh + d_hs[t]
             dc = torch.addcmul(dc, dh, through[t])
-            torch.mul(local[t, :, :3], dc[:, None], out=blocks[t, :, :3])
-            torch.mul(local[t, :, 3], dh, out=blocks[t, :, 3])
+            step = torch.cat([local[t, :, :3] * dc[:, None], (local[t, :, 3] * dh)[:, None]], 1).flatten(1)
+            found.append(step)
             dc = dc * f[t]
-            dh = out[t] @ weight
+            dh = step @ weight
+        out = torch.stack(found[::-1])
         return out, dh, dc, None, None, out
 
 
@@ -117,15 +117,14 @@ class _Gru(torch.autograd.Function):
         before = torch.cat([first[None], states[:-1]])
         at_n = (1 - z) * (1 - n.square())  # ∂h/∂n before its squashing
         local = torch.stack([at_n * inner * r * (1 - r), (before - n) * z * (1 - z), at_n], 2)
-        out = torch.empty(*rz.shape[:2], 3 * z.shape[2], dtype=rz.dtype, device=rz.device)
-        blocks = out.unflatten(2, (3, -1))
-        recurrent = torch.empty_like(out)
-        parts = recurrent.unflatten(2, (3, -1))
+        found, parts = [], []
         dh = torch.zeros_like(d_hs[0])
         for t in range(len(z) - 1, -1, -1):
             dh = dh + d_hs[t]
-            torch.mul(local[t], dh[:, None], out=blocks[t])
-            parts[t, :, :2] = blocks[t, :, :2]
-            torch.mul(blocks[t, :, 2], r[t], out=parts[t, :, 2])
-            dh = torch.addmm(dh * z[t], recurrent[t], weight)
+            step = local[t] * dh[:, None]  # [sample, 3, hidden]
+            part = torch.cat([step[:, :2], (step[:, 2] * r[t])[:, None]], 1).flatten(1)
+            found.append(step.flatten(1))
+            parts.append(part)
+            dh = torch.addmm(dh * z[t], part, weight)
+        out, recurrent = torch.stack(found[::-1]), torch.stack(parts[::-1])
         return out, dh, None, None, recurrent

@@ -1,0 +1,113 @@
+"""The ``clipwise`` command: one file per subcommand, each imported when it is asked for.
+
+Receives: the arguments of the command line.
+Gives: an exit code: 0, 2 with one line on standard error for bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from clipwise import __version__, config
+from clipwise.cli.options import read
+from clipwise.types import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand; its module's ``run(settings)`` gives what to print."""
+
+    settings: type[config.Output]
+    does: str
+    example: str
+
+
+COMMANDS = {
+    "train": Command(
+        config.TrainConfig,
+        "Train a model privately and write the run to a folder.",
+        "clipwise train --data digits --method psac --epsilon 3",
+    ),
+    "compare": Command(
+        config.CompareConfig,
+        "Train the same model by several methods and compare accuracy and clipping bias.",
+        "clipwise compare --data digits --epsilon 3 --epochs 20",
+    ),
+    "calibrate": Command(
+        config.CalibrateConfig,
+        "Find the noise multiplier that keeps an ε, or the ε that a noise multiplier costs.",
+        "clipwise calibrate --epsilon 4 --delta 1e-5 --sampling-rate 0.04 --steps 1500",
+    ),
+    "bench": Command(
+        config.BenchConfig,
+        "Time private training steps beside those of other libraries.",
+        "clipwise bench --rows mnist_cnn --columns clipwise vmap",
+    ),
+    "cite": Command(config.CiteConfig, "Print what to cite for methods, as BibTeX.", "clipwise cite psac automatic"),
+}
+
+HELP = (
+    "Differentially private training that measures and reduces the bias of per-sample clipping.\n\n"
+    + "".join(f"  {name:<10} {command.does}\n" for name, command in COMMANDS.items())
+    + "\nFor example:\n"
+    + "".join(f"  {command.example}\n" for command in COMMANDS.values())
+    + "\nclipwise COMMAND --help lists a command's options; --config FILE reads them from a TOML file.\n"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with _one_line_warnings():
+            _print(_answer(arguments))
+    except InputError as error:
+        return _say(f"error: {error}", 2)
+    except KeyboardInterrupt as stop:
+        return _say(str(stop) or "stopped", 130)
+    return 0
+
+
+def _answer(arguments: list[str]) -> str:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        return HELP
+    name, *rest = arguments
+    if name in ("-V", "--version"):
+        return f"clipwise {__version__}\n"
+    if name not in COMMANDS:
+        what = "option" if name.startswith("-") else "command"
+        raise InputError(f"unknown {what} {name!r}: {nearest(name, [*COMMANDS, '--help', '--version'])}")
+    command = COMMANDS[name]
+    settings = read(name, command.settings, rest, f"{command.does}\n\nFor example: {command.example}")
+    if isinstance(settings, str):
+        return settings
+    run: Callable[[config.Output], str] = importlib.import_module(f"clipwise.cli.{name}").run
+    return run(settings)
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        # the interpreter flushes once more when it ends, and would complain a second time
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # whose reader has seen enough
+            raise InputError(f"cannot write the output ({error.strerror}): free space or write it elsewhere") from error
+
+
+def _say(message: str, code: int) -> int:
+    print(" ".join(message.split()), file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print("warning:", *str(message).split(), file=sys.stderr)
+        yield

@@ -1,0 +1,139 @@
+"""``clipwise compare``: the same model trained by several methods, from the same initial weights.
+
+Receives: CompareConfig.
+Gives: one run's folder per method, and a table of accuracy, ε and clipping bias as text or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from clipwise import methods
+from clipwise.cli.runs import new_folder, resolved, run_one, short, splits_for, use_threads
+from clipwise.cli.screen import Bar, rendered
+from clipwise.config import CompareConfig, TrainConfig
+from clipwise.data import Arrays
+from clipwise.diagnostics import clipping_bias
+from clipwise.diagnostics.bias import ClippingBias
+from clipwise.methods import Method
+from clipwise.records import per_sample
+from clipwise.training import cross_entropy
+from clipwise.types import InputError
+
+SAMPLES = 512  # of the evaluation data that bias is measured on
+NOTE = (
+    "Accuracy and bias are measured on evaluation data, which no ε covers: choosing the best method by this table is "
+    "a choice that the ε of its run does not cover either."
+)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row of the table."""
+
+    method: str
+    accuracy: float
+    epsilon: float
+    bias: float  # direction error at the final model: 0 is unbiased
+    mean_bias: float  # over all measurements
+    clipped: float  # share of samples that were shortened, at the final model
+    seconds: float
+    folder: str
+
+
+def run(config: CompareConfig) -> str:
+    """Train every method and lay the results side by side."""
+    if not config.methods:
+        raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
+    plans = [(text, resolved(_plan(config, text))) for text in config.methods]
+    model = plans[0][1].model
+    assert model is not None  # it is resolved
+    use_threads(config)
+    splits = splits_for(config, model)
+    folder = Path(config.folder or new_folder(f"compare-{short(config.data)}"))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"the folder {folder} is not empty: choose another with --folder")
+    rows = []
+    with Bar(quiet=config.quiet) as bar:
+        for number, (text, plan) in enumerate(plans, start=1):
+            start, seen = time.monotonic(), list[ClippingBias]()
+            bar.begin(f"{text:<{max(map(len, config.methods))}}")
+            place = folder / f"{number}-{methods.parse(plan.method).name.strip('_')}"
+            finished = run_one(plan, splits, place, bar, partial(_look, splits.test, seen))
+            rows.append(
+                Compared(
+                    method=text,
+                    accuracy=finished.metrics[-1]["accuracy"],
+                    epsilon=finished.epsilon,
+                    bias=seen[-1].direction_error,
+                    mean_bias=sum(bias.direction_error for bias in seen) / len(seen),
+                    clipped=seen[-1].clipped,
+                    seconds=round(time.monotonic() - start, 3),
+                    folder=str(place),
+                )
+            )
+            if not config.quiet and not sys.stderr.isatty():
+                print(f"{text}: accuracy {rows[-1].accuracy:.1%}, {rows[-1].seconds:.1f} s", file=sys.stderr)
+    if config.json:
+        values = {"folder": str(folder), "delta": config.delta, "note": NOTE, "runs": [asdict(row) for row in rows]}
+        return json.dumps(values, indent=2) + "\n"
+    return "" if config.quiet else _table(rows, config.delta, len(splits.test), folder)
+
+
+def _plan(config: CompareConfig, text: str) -> TrainConfig:
+    """The settings of one method's run: ``method`` or ``method @ learning rate``."""
+    shared = {name: value for name, value in vars(config).items() if name not in ("methods", "folder")}
+    method, at, rate = text.partition("@")
+    plan = TrainConfig(**shared, method=method.strip())
+    if not at:
+        return plan
+    try:
+        return replace(plan, learning_rate=float(rate))
+    except ValueError:
+        raise InputError(f"expected METHOD @ LEARNING RATE, got {text!r}: write for instance flat @ 0.5") from None
+
+
+def _look(data: Arrays, seen: list[ClippingBias], model: nn.Module, method: Method) -> None:
+    few = data.rows(torch.arange(min(SAMPLES, len(data))))
+    seen.append(clipping_bias(per_sample(model, cross_entropy, few), method))
+
+
+def _table(rows: list[Compared], delta: float, evaluated: int, folder: Path) -> str:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("method", vertical="bottom")
+    for name in ("accuracy", "ε", "bias", "mean\nbias", "clipped", "time"):
+        table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
+    table.add_column("")
+    best = max(row.accuracy for row in rows)
+    for row in rows:
+        first = row.accuracy == best
+        table.add_row(
+            Text(row.method),
+            f"{row.accuracy:.1%}",
+            f"{row.epsilon:.3f}",
+            f"{row.bias:.1%}",
+            f"{row.mean_bias:.1%}",
+            f"{row.clipped:.0%}",
+            f"{row.seconds:.1f} s",
+            "best" if first else "",
+            style="bold" if first else "",
+        )
+    shown = rendered(
+        table,
+        "",
+        f"δ = {delta:g}. Bias: share of the clipped mean gradient that does not lie along the true one, at the "
+        "final model and averaged over the run; clipped: share of samples shortened at the final model.",
+        f"One run each, measured on {evaluated} samples: small differences are chance; repeat it to see how large.",
+        NOTE,
+    )
+    return f"{shown}Runs written to {folder}\n"

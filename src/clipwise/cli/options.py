@@ -1,0 +1,99 @@
+"""Options of a command, generated from its settings.
+
+Receives: a dataclass of ``clipwise.config`` and the arguments after the command's name.
+Gives: the settings, from the command line first and then from the file that ``--config`` names; or the help text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from clipwise.config import WORDS, Output, flag, from_toml, kinds, made
+from clipwise.types import InputError, nearest
+
+C = TypeVar("C", bound=Output)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser that raises instead of printing its usage and leaving."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message.removeprefix('argument ')}: see {self.prog} --help")
+
+
+def read(command: str, settings: type[C], arguments: Sequence[str], about: str) -> C | str:
+    """The settings that the arguments ask for, or the help text where they ask for that."""
+    parser = _parser(command, settings, about)
+    found, unknown = parser.parse_known_args(list(arguments))
+    given = vars(found)
+    if given.pop("help"):
+        return parser.format_help()
+    if unknown:
+        word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        if not word.startswith("-"):
+            raise InputError(f"unexpected {word!r}: options begin with --, see {parser.prog} --help")
+        raise InputError(f"unknown option {word!r}: {nearest(word, parser._option_string_actions)}")
+    path = given.pop("config")
+    typed = {name: _value(name, kinds(settings)[name], value) for name, value in given.items()}
+    return made(settings, from_toml(settings, path) if path is not None else {}, typed)
+
+
+def _parser(command: str, settings: type[Output], about: str) -> argparse.ArgumentParser:
+    fields = dataclasses.fields(settings)
+    words = [each for each in fields if each.metadata["positional"]]
+    parser = _Parser(
+        prog=f"clipwise {command}",
+        usage=f"clipwise {command} [options]" + (" [METHOD ...]" if words else ""),
+        description=about,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,  # only what was given is in the result
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    # what is this command's own first, what every command has last
+    rank = {
+        each.name: (each.metadata["group"] == "output", each.name not in settings.__annotations__) for each in fields
+    }
+    for each in sorted(fields, key=lambda each: rank[each.name]):
+        title = each.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add(groups[title], each, kinds(settings)[each.name])
+    last = groups["output"]
+    last.add_argument("--config", metavar="FILE", default=None, help="read settings from TOML; options win over it")
+    last.add_argument("-h", "--help", action="store_true", default=False, help="this text")
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, each: dataclasses.Field[Any], kind: type) -> None:
+    text = each.metadata["help"].replace("%", "%%")
+    if each.metadata["positional"]:
+        group.add_argument(each.name, metavar="METHOD", nargs="*", help=text)
+    elif kind is bool and each.default:
+        group.add_argument(f"--no-{flag(each.name)[2:]}", dest=each.name, action="store_false", help=f"do not {text}")
+        group.add_argument(flag(each.name), dest=each.name, action="store_true", help=argparse.SUPPRESS)
+    elif kind is bool:
+        group.add_argument(flag(each.name), dest=each.name, action="store_true", help=text)
+    elif kind is tuple:
+        group.add_argument(flag(each.name), metavar="NAME", nargs="+", help=text)
+    else:
+        shown = "" if each.default in (None, dataclasses.MISSING) else f" [{each.default}]"
+        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        group.add_argument(flag(each.name), metavar=metavar, help=text + shown)
+
+
+def _value(name: str, kind: type, given: Any) -> Any:
+    """The value of its type from the words on the command line."""
+    if kind is tuple:
+        return tuple(piece.strip() for word in given for piece in word.split(";") if piece.strip())
+    if kind in (str, bool):
+        return given
+    try:
+        return kind(given)
+    except ValueError:
+        expected, example = WORDS[kind]
+        raise InputError(f"{flag(name)} must be {expected}, got {given!r}: write {flag(name)} {example}") from None

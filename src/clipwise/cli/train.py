@@ -1,0 +1,71 @@
+"""``clipwise train``: one private run.
+
+Receives: TrainConfig.
+Gives: the run's folder, and a summary as text or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from clipwise import methods
+from clipwise.cli.runs import new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
+from clipwise.cli.screen import Bar, rendered
+from clipwise.config import TrainConfig, flag, made
+from clipwise.training import Run
+from clipwise.types import InputError
+
+
+def run(config: TrainConfig) -> str:
+    """Train, or go on training, and say what came of it."""
+    config = resolved(config) if config.resume is None else _resumed(config, config.resume)
+    assert config.model is not None  # it is resolved
+    use_threads(config)
+    splits = splits_for(config, config.model)
+    name = methods.parse(config.method).name
+    folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
+    start = time.monotonic()
+    with Bar(quiet=config.quiet) as bar:
+        bar.begin(name)
+        finished = run_one(config, splits, folder, bar)
+    if config.json:
+        return json.dumps(_values(config, finished, time.monotonic() - start), indent=2) + "\n"
+    return "" if config.quiet else _summary(finished, len(splits.test), time.monotonic() - start)
+
+
+def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
+    """The settings of the run, with what this call says about output; anything else would make it another run."""
+    spoken = {name: getattr(config, name) for name in ("json", "quiet", "threads", "resume")}
+    for name, value in vars(config).items():
+        if value != getattr(made(TrainConfig, spoken), name):
+            raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
+    return replace(settings_of(folder), **spoken)
+
+
+def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:
+    return {
+        "folder": str(finished.folder),
+        **finished.metrics[-1],
+        "delta": config.delta,
+        "seconds": round(seconds, 3),
+        "statement": finished.statement.as_dict(),
+    }
+
+
+def _summary(finished: Run, evaluated: int, seconds: float) -> str:
+    stated, last = finished.statement, finished.metrics[-1]
+    seeded = "" if stated.generator == "chacha20" else ": for tests, anyone with the seed can subtract it"
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=len("written to"))
+    table.add_row("method", Text(stated.method))
+    table.add_row("accuracy", f"[bold]{last['accuracy']:.1%}[/] of {evaluated} evaluation samples")
+    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} releases")
+    table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
+    table.add_row("time", f"{seconds:.1f} s")
+    return f"{rendered(table)}written to  {finished.folder}\n"

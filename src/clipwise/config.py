@@ -1,0 +1,229 @@
+"""Settings of every command: frozen dataclasses ↔ TOML.
+
+Receives: a TOML file, and values given on the command line, which win over it.
+Gives: the settings, with every key known and every value of its type; ``to_toml`` writes them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from clipwise.types import InputError, nearest
+
+
+def option(
+    help: str, default: Any = MISSING, *, group: str = "training", kept: bool = True, positional: bool = False
+) -> Any:
+    """A field with its help text; without a default it must be given.
+
+    ``kept`` fields define a run and are written into its settings; the others say how and where it runs.
+    """
+    return field(default=default, metadata={"help": help, "group": group, "kept": kept, "positional": positional})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What every command can be told about its output."""
+
+    json: bool = option("print the result as JSON on standard output", False, group="output", kept=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Output):
+    """What a private run is made of beside its method."""
+
+    data: str = option("digits, or npz:PATH of a file with arrays x, y and perhaps x_test, y_test", "digits")
+    model: str | None = option("the network; unless named, digits_cnn for digits and mlp for other data", None)
+    vocabulary: int | None = option("number of different tokens, for models of tokens", None)
+    epsilon: float | None = option("the privacy to keep; the noise is calibrated to it", None, group="privacy")
+    noise_multiplier: float | None = option("the noise over the sensitivity, instead of epsilon", None, group="privacy")
+    delta: float = option("the δ of (ε, δ); below one over the number of samples", 1e-5, group="privacy")
+    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+    noise_seed: int | None = option(
+        "seeded noise, for tests only: whoever knows the seed can subtract it", None, group="privacy"
+    )
+    self_test: bool = option("check the gradients of a few samples before training", True, group="privacy")
+    epochs: float | None = option("passes over the data in expectation; 20 unless steps are given", None)
+    steps: int | None = option("number of steps, instead of epochs", None)
+    batch: int = option("expected number of samples in a step", 256)
+    chunk: int | None = option("samples that go through the model at a time; 256 unless given", None)
+    optimizer: str = option("an optimizer of torch.optim by its name: sgd, adam, adamw, rmsprop, …", "sgd")
+    learning_rate: float | None = option("0.5 for sgd and 0.001 for others unless given", None)
+    momentum: float | None = option("0.9 for sgd unless given", None)
+    weight_decay: float | None = option("the optimizer's own unless given", None)
+    schedule: str = option("of the learning rate: constant, or cosine, which falls to zero", "cosine")
+    average: float | None = option("decay of a moving average of the weights, such as 0.95; none unless given", None)
+    evaluate_every: int | None = option("steps between measurements; a tenth of the run unless given", None)
+    seed: int = option("seed of the initial weights; the noise does not follow it", 0)
+    threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, kept=False)
+    quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Training):
+    """Settings of ``clipwise train``."""
+
+    method: str = option("the clipping method: a name, or a call such as 'psac(clip_norm=1.0, r=0.1)'", "flat")
+    folder: str | None = option(
+        "where to write the run; runs/DATA-METHOD-TIME unless given", None, group="output", kept=False
+    )
+    resume: str | None = option("continue the interrupted run in this folder", None, group="output", kept=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Training):
+    """Settings of ``clipwise compare``."""
+
+    methods: tuple[str, ...] = option(
+        "methods separated by ';', each perhaps with its learning rate, as in 'psac; global_(10.0) @ 0.02'",
+        (
+            "flat",
+            "automatic",
+            "psac",
+            "normalised",
+            "global_(10.0) @ 0.02",
+            "adaptive",
+            "layerwise",
+        ),
+    )
+    folder: str | None = option(
+        "where to write the runs; runs/compare-DATA-TIME unless given", None, group="output", kept=False
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(Output):
+    """Settings of ``clipwise calibrate``."""
+
+    epsilon: float | None = option("find the noise multiplier that keeps this", None, group="privacy")
+    noise_multiplier: float | None = option("find the ε that this costs", None, group="privacy")
+    delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")
+    sampling_rate: float = option("the expected batch over the number of samples", group="privacy")
+    steps: int = option("number of steps", group="privacy")
+    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(Output):
+    """Settings of ``clipwise bench``."""
+
+    rows: tuple[str, ...] = option("models to measure; all unless given", (), group="measuring")
+    columns: tuple[str, ...] = option("libraries to measure; all unless given", (), group="measuring")
+    rounds: int = option("timed steps per cell", 11, group="measuring")
+    batch: int | None = option("batch of every row; each row's own unless given", None, group="measuring")
+    memory: bool = option("measure peak memory", True, group="measuring")
+    threads: int | None = option("processor threads; torch's choice unless given", None, group="measuring")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CiteConfig(Output):
+    """Settings of ``clipwise cite``."""
+
+    methods: tuple[str, ...] = option("methods to cite; all unless given", (), group="methods", positional=True)
+
+
+C = TypeVar("C", bound=Output)
+
+# Of each pair one is given: who names one on the command line has not asked for the other one in the file.
+EITHER = (("epsilon", "noise_multiplier"), ("epochs", "steps"))
+# type → how a message calls it, and an example
+WORDS: dict[type, tuple[str, str]] = {
+    str: ("text", '"flat"'),
+    int: ("a whole number", "100"),
+    float: ("a number", "0.5"),
+    bool: ("true or false", "true"),
+    tuple: ("a list of texts", '["flat", "psac"]'),
+}
+
+
+def flag(name: str) -> str:
+    """A field's option on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def kinds(settings: type[Output]) -> dict[str, type]:
+    """The type of each field, without its None: str, int, float, bool, or tuple for a list of texts."""
+    found = {}
+    for name, hint in typing.get_type_hints(settings).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        found[name] = typing.get_origin(options[0]) or options[0]
+    return found
+
+
+def made(settings: type[C], *layers: Mapping[str, Any]) -> C:
+    """The settings from checked values; a later layer wins over an earlier one."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        for pair in EITHER:
+            if any(name in layer for name in pair):
+                values = {name: value for name, value in values.items() if name not in pair}
+        values |= layer
+    for each in dataclasses.fields(settings):
+        if each.default is MISSING and each.name not in values:
+            example = WORDS[kinds(settings)[each.name]][1]
+            raise InputError(
+                f"{flag(each.name)} is missing ({each.metadata['help']}): write {flag(each.name)} {example}"
+            )
+    return settings(**values)
+
+
+def one_given(config: Output, first: str, second: str, example: str) -> None:
+    """Refuse settings that give both of two alternatives, or neither."""
+    given = [name for name in (first, second) if getattr(config, name) is not None]
+    if len(given) != 1:
+        both = "both" if given else "neither"
+        raise InputError(f"expected either {flag(first)} or {flag(second)}, got {both}: write for instance {example}")
+
+
+def from_toml(settings: type[Output], path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file, checked; a key that is not a setting is an error that names the nearest one."""
+    try:
+        values = tomllib.loads(Path(path).read_bytes().decode())
+    except OSError as error:
+        raise InputError(
+            f"cannot read {path} ({error.strerror or error}): give a TOML file, such as the settings.toml of a run"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} must be TOML, got {error}: write lines such as epsilon = 3") from error
+    known = kinds(settings)
+    for key in values:
+        if key not in known:
+            raise InputError(f"unknown key {key!r} in {path}: {nearest(key, known)}")
+    return {key: _checked(f"{key} in {path}", known[key], value) for key, value in values.items()}
+
+
+def _checked(name: str, kind: type, value: Any) -> Any:
+    if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        expected, example = WORDS[kind]
+        raise InputError(f"{name} must be {expected}, got {value!r}: write {name.split()[0]} = {example}")
+    return value
+
+
+def to_toml(config: Output) -> str:
+    """The settings that define a run, as TOML; what is None is left out, since TOML has no word for it."""
+    kept = [each.name for each in dataclasses.fields(config) if each.metadata["kept"]]
+    values = {name: getattr(config, name) for name in kept}
+    return "".join(f"{name} = {_written(value)}\n" for name, value in values.items() if value is not None)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # TOML's strings are JSON's, except that it also wants the delete character escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_written(item) for item in value) + "]"
+    return repr(value)

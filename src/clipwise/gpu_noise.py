@@ -1,0 +1,203 @@
+"""Gaussian noise on the GPU: ChaCha20 and Box–Muller in one Triton kernel, so that nothing random crosses the bus.
+
+Receives: a CUDA tensor, the noise's scale, and a key and nonce that no other call has.
+Gives: the tensor with noise added, in its own format.
+
+The numbers mean what they mean on the CPU (``randomness``): 53-bit uniforms, and every normal is the sum of two draws
+that share no Box–Muller pair. One ChaCha20 block is 16 words, 8 uniforms, 4 pairs: 4 outputs. Of B blocks, block b
+makes the outputs b, b + B, b + 2B and b + 3B, so that neighbouring threads touch neighbouring numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from clipwise.types import InputError, Refused, positive, whole
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+_THREADS = 128  # ChaCha20 blocks per program, one per thread; the numbers do not depend on it
+
+
+def noisy(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
+    """``value`` + scale · z with z independent standard normals, drawn and added in float64 and rounded once.
+
+    Guarantees: the same key and nonce give the same z; another key or nonce gives independent ones. Neither is compiled
+    into a kernel, and the key's copy on the device is erased. Edge cases: an empty tensor gives an empty one; a CUDA
+    graph would replay one key for ever, and is refused.
+    """
+    if value.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"noise is added to float32 or float64, got {value.dtype}: write value.float()")
+    if value.numel() > 1 << 34:
+        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {value.numel()}: split the tensor")
+    out = torch.empty_like(value, memory_format=torch.contiguous_format)
+    blocks = -(-value.numel() // 4)
+    _launch(_kernels()[0], blocks, key, nonce, positive("scale", scale), out, value.contiguous(), value.numel())
+    return out
+
+
+def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -> Tensor:
+    """The words that ``noisy`` reads, for test vectors. int32 [block, 16]."""
+    out = torch.empty(blocks, 16, dtype=torch.int32, device=device)
+    _launch(_kernels()[1], blocks, key, nonce, 1.0, out)
+    return out
+
+
+def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out: Tensor, *arguments: Any) -> None:
+    """Run the kernel on the device of ``out``, unless there is nothing to do."""
+    if len(key) != 32 or whole("nonce", nonce, least=0) >= 1 << 96:
+        raise InputError(f"ChaCha20 needs a key of 32 bytes and a nonce below 2⁹⁶, got {len(key)} bytes and {nonce}")
+    if out.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Refused("a CUDA graph would add the same noise at every replay: add noise outside the graph")
+    if not blocks:
+        return
+    # The state of RFC 8439 §2.3 with counter 0, then the scale: numbers passed to a kernel may be rounded to float32 or
+    # compiled into it, those in a tensor are not. Pageable memory is staged before a non-blocking copy returns.
+    packed = struct.pack("<16s32s4x12sd", b"expand 32-byte k", key, nonce.to_bytes(12, "little"), scale)
+    inputs = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(out.device, non_blocking=True)
+    with torch.cuda.device_of(inputs):
+        state, factor = inputs[:64].view(torch.int32), inputs[64:].view(torch.float64)
+        kernel[(-(-blocks // _THREADS),)](out, *arguments, state, factor, blocks, _THREADS, num_warps=4)
+    inputs.zero_()  # freed memory is handed on as it is
+
+
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    """The two kernels. Triton is imported here, because a machine without CUDA has none."""
+    global tl, _word, _quarter, _block, _uniform, _turn, _normals, _add
+    try:
+        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import triton.language as tl
+    except ImportError as error:
+        raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
+    for function in (_word, _quarter, _block, _uniform, _turn, _normals, _add):
+        globals()[function.__name__] = triton.jit(function)
+    every_size = triton.jit(do_not_specialize=["size", "blocks"])  # else sizes divisible by 16 are compiled once more
+    return every_size(_add_noise), every_size(_write_words)
+
+
+def _add_noise(
+    out: tl.tensor,
+    value: tl.tensor,
+    size: tl.tensor,
+    state: tl.tensor,
+    factor: tl.tensor,
+    blocks: tl.tensor,
+    threads: tl.constexpr,
+) -> None:
+    """Kernel: out = value + factor · z."""
+    b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _block(state, b.to(tl.uint32))
+    z0, z1 = _normals(_uniform(w0, w1), _uniform(w2, w3), _uniform(w4, w5), _uniform(w6, w7))
+    z2, z3 = _normals(_uniform(w8, w9), _uniform(w10, w11), _uniform(w12, w13), _uniform(w14, w15))
+    scale = tl.load(factor)
+    _add(value, out, b, scale * z0, b < blocks)
+    _add(value, out, b + blocks, scale * z1, (b < blocks) & (b + blocks < size))
+    _add(value, out, b + 2 * blocks, scale * z2, (b < blocks) & (b + 2 * blocks < size))
+    _add(value, out, b + 3 * blocks, scale * z3, (b < blocks) & (b + 3 * blocks < size))
+
+
+def _write_words(out: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
+    """Kernel: the keystream, block after block."""
+    b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
+    words = _block(state, b.to(tl.uint32))
+    for i in tl.static_range(16):
+        tl.store(out + b * 16 + i, words[i].to(tl.int32, bitcast=True), mask=b < blocks)
+
+
+def _add(value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, mask: tl.tensor) -> None:
+    """Add noise to the numbers at these places, in float64."""
+    total = tl.load(value + at, mask=mask, other=0).to(tl.float64) + noise
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+
+
+def _normals(u: tl.tensor, v: tl.tensor, s: tl.tensor, t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Two normals: the sums of the cosines and of the sines of the pairs (u, s) and (v, t), over √2."""
+    # r/√2 = √(−ln(1 − u)): 1 − u is exact and never 0, so that the logarithm is finite
+    first, second = tl.sqrt(-tl.log(1.0 - u)), tl.sqrt(-tl.log(1.0 - v))
+    cosine, sine = _turn(s)
+    other_cosine, other_sine = _turn(t)
+    return first * cosine + second * other_cosine, first * sine + second * other_sine
+
+
+def _turn(t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Cosine and sine of t turns, 0 ≤ t < 1, without the branches and tables of the library's functions."""
+    quarter = tl.floor(4.0 * t + 0.5)
+    angle = (t - 0.25 * quarter) * 6.283185307179586  # the difference is exact, and |angle| ≤ π/4
+    x = angle * angle
+    # Taylor series: at π/4 the first terms left out are below 2⁻⁵⁷
+    tail = 1 / 479001600 + x * (-1 / 87178291200 + x * (1 / 20922789888000))
+    c = 1.0 + x * (-1 / 2 + x * (1 / 24 + x * (-1 / 720 + x * (1 / 40320 + x * (-1 / 3628800 + x * tail)))))
+    tail = -1 / 39916800 + x * (1 / 6227020800 + x * (-1 / 1307674368000 + x * (1 / 355687428096000)))
+    s = angle + angle * x * (-1 / 6 + x * (1 / 120 + x * (-1 / 5040 + x * (1 / 362880 + x * tail))))
+    q = quarter.to(tl.int32)
+    cosine, sine = tl.where(q & 1 == 1, s, c), tl.where(q & 1 == 1, c, s)
+    return tl.where((q + 1) & 2 == 2, -cosine, cosine), tl.where(q & 2 == 2, -sine, sine)
+
+
+def _uniform(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """The low 53 bits of a 64-bit word, in [0, 1)."""
+    return (low.to(tl.uint64) | ((high.to(tl.uint64) & 0x1FFFFF) << 32)).to(tl.float64) * 1.1102230246251565e-16
+
+
+def _block(state: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, ...]:
+    """The block function of RFC 8439 §2.3 for every counter: 16 vectors of words."""
+    x0, x1, x2, x3 = _word(state, 0), _word(state, 1), _word(state, 2), _word(state, 3)
+    x4, x5, x6, x7 = _word(state, 4), _word(state, 5), _word(state, 6), _word(state, 7)
+    x8, x9, x10, x11 = _word(state, 8), _word(state, 9), _word(state, 10), _word(state, 11)
+    x12, x13, x14, x15 = counter, _word(state, 13), _word(state, 14), _word(state, 15)
+    for _ in tl.static_range(10):
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14)
+    return (
+        x0 + _word(state, 0),
+        x1 + _word(state, 1),
+        x2 + _word(state, 2),
+        x3 + _word(state, 3),
+        x4 + _word(state, 4),
+        x5 + _word(state, 5),
+        x6 + _word(state, 6),
+        x7 + _word(state, 7),
+        x8 + _word(state, 8),
+        x9 + _word(state, 9),
+        x10 + _word(state, 10),
+        x11 + _word(state, 11),
+        x12 + counter,
+        x13 + _word(state, 13),
+        x14 + _word(state, 14),
+        x15 + _word(state, 15),
+    )
+
+
+def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, ...]:
+    """The quarter round of RFC 8439 §2.1 on 32-bit words."""
+    a += b
+    d ^= a
+    d = (d << 16) | (d >> 16)
+    c += d
+    b ^= c
+    b = (b << 12) | (b >> 20)
+    a += b
+    d ^= a
+    d = (d << 8) | (d >> 24)
+    c += d
+    b ^= c
+    b = (b << 7) | (b >> 25)
+    return a, b, c, d
+
+
+def _word(state: tl.tensor, i: tl.constexpr) -> tl.tensor:
+    """Word i of the state, one for all threads."""
+    return tl.load(state + i).to(tl.uint32, bitcast=True)

@@ -1,0 +1,9 @@
+"""Kernels for what a library of tensors has no single operation for, each with its plain twin.
+
+Receives: layer inputs and output gradients on any device; Triton where it is installed and the device is CUDA.
+Gives: torch operators that compilers see as one node; without Triton the same operators, slower.
+"""
+
+from clipwise.records.kernels.convolution import convolution_sq_norm
+
+__all__ = ["convolution_sq_norm"]

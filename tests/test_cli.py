@@ -1,0 +1,438 @@
+"""The command: what each subcommand does, and one line for everything that is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clipwise import __version__, training
+from clipwise.accounting import Ledger
+from clipwise.cli import COMMANDS, main
+from clipwise.cli.runs import _patient
+from clipwise.cli.screen import Bar
+from clipwise.methods import METHODS
+
+RUN = [sys.executable, "-c", "from clipwise.cli import main; raise SystemExit(main())"]
+# privacy that costs no time to calibrate or to add up
+FAST = ["--noise-multiplier", "1", "--accountant", "rdp", "--batch", "20", "--delta", "1e-3", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for each test, with a small learnable data set in it."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.RandomState(0)
+    y = draw.randint(0, 3, 100)
+    saved(x=3 * np.eye(4)[y] + draw.randn(100, 4), y=y)
+    return tmp_path
+
+
+def saved(name: str = "data.npz", **arrays: Any) -> str:
+    np.savez(name, **arrays)
+    return f"npz:{name}"
+
+
+def small(*words: str, steps: int = 4) -> list[str]:
+    return ["train", "--data", "npz:data.npz", *FAST, "--steps", str(steps), *words]
+
+
+def one_line(capsys: pytest.CaptureFixture[str], words: list[str], code: int = 2) -> str:
+    """The line that the command fails with."""
+    assert main(words) == code
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert len(lines) == 1, output.err
+    return lines[0]
+
+
+# help and version
+
+
+def test_without_arguments_it_shows_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(command.example in shown and command.does in shown for command in COMMANDS.values())
+
+
+def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"clipwise {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert "--config FILE" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert one_line(capsys, ["tran"]) == "error: unknown command 'tran': did you mean 'train'?"
+
+
+# calibrate and cite
+
+
+def test_calibrate_gives_the_noise_multiplier_without_torch() -> None:
+    words = "['calibrate','--epsilon','4','--delta','1e-5','--sampling-rate','0.04','--steps','1500','--json']"
+    code = f"import sys; from clipwise.cli import main; main({words}); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer, torch_was_imported = done.stdout.splitlines()
+    assert json.loads(answer)["noise_multiplier"] == pytest.approx(1.848, abs=0.005)
+    assert torch_was_imported == "False"
+
+
+def test_calibrate_gives_epsilon_for_a_noise_multiplier(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", "--noise-multiplier", "1.848", "--sampling-rate", "0.04", "--steps", "1500"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epsilon"] == pytest.approx(4.0, abs=0.01)
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("ε = 3.99")
+
+
+def test_calibrate_wants_one_of_two(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", "--sampling-rate", "0.04", "--steps", "15"]
+    assert "got neither" in one_line(capsys, words)
+    assert "got both" in one_line(capsys, [*words, "--epsilon", "1", "--noise-multiplier", "1"])
+
+
+def test_a_sampling_rate_above_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", "--epsilon", "1", "--sampling-rate", "1.5", "--steps", "15"]
+    assert "sampling_rate must be above 0 and at most 1, got 1.5" in one_line(capsys, words)
+
+
+def test_cite_prints_every_method_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cite", "--json"]) == 0
+    papers = json.loads(capsys.readouterr().out)
+    assert sorted(name for paper in papers for name in set(paper["methods"])) == sorted(METHODS)
+    assert len({paper["key"] for paper in papers}) == len(papers)
+
+
+def test_cite_names_what_a_method_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cite", "layerwise(automatic)", "automatic"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("@inproceedings") == 2
+    assert "mcmahan2018general" in shown
+    assert "bu2023automatic" in shown
+
+
+# bench
+
+
+def test_bench_passes_its_options_on(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--rows", "mnist_cnn", "--columns", "clipwise", "--rounds", "1", "--batch", "2", "--no-memory"]
+    assert main([*words, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert [cell["column"] for cell in table["rows"][0]["cells"]] == ["plain", "clipwise"]
+    assert table["rows"][0]["batch"] == 2
+
+
+# train
+
+
+def test_train_writes_a_run_and_says_where(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    assert main(small("--method", "psac", "--epochs", "2", steps=4)) == 2  # both epochs and steps
+    capsys.readouterr()
+    assert main(small("--method", "psac")) == 0
+    output = capsys.readouterr()
+    (folder,) = (here / "runs").iterdir()
+    assert folder.name.startswith("data-psac-")
+    assert f"written to  runs/{folder.name}" in output.out
+    assert "psac(clip_norm=1.0, r=0.1)" in output.out
+    assert output.err == ""
+    assert {path.name for path in folder.iterdir()} == {
+        "settings.toml", "ledger.jsonl", "metrics.jsonl", "model.pt", "statement.json", "statement.txt"
+    }  # fmt: skip
+
+
+def test_train_learns_the_embedded_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--method", "psac", "--epsilon", "3", "--steps", "60", "--accountant", "rdp", "--json"]
+    assert main([*words, "--noise-seed", "0", "--evaluate-every", "60"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["accuracy"] > 0.8
+    assert result["epsilon"] <= 3
+    assert result["statement"]["generator"] == "seeded(0)"
+
+
+def test_a_run_is_repeated_from_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small("--folder", "first", "--noise-seed", "5", "--average", "0.5", "--optimizer", "adam")) == 0
+    assert main(["train", "--config", "first/settings.toml", "--folder", "second"]) == 0
+    first, second = (torch.load(f"{name}/model.pt") for name in ("first", "second"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert Path("first/settings.toml").read_text() == Path("second/settings.toml").read_text()
+    assert "anyone with the seed can subtract it" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_seed_fixes_the_first_weights_and_not_the_noise() -> None:
+    for name in ("first", "second"):
+        assert main(small("--folder", name, "--quiet", steps=1)) == 0
+    first, second = (torch.load(f"{name}/model.pt") for name in ("first", "second"))
+    assert not any(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small("--quiet")) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.RandomState(0)
+    data = saved("tokens.npz", x=draw.randint(0, 9, (50, 5)), y=draw.randint(0, 2, 50))
+    words = ["train", "--data", data, *FAST, "--steps", "1", "--quiet", "--model"]
+    assert main([*words, "mlp"]) == 0
+    assert main([*words, "lstm_classifier", "--vocabulary", "9"]) == 0
+    assert "got 0 to 8: write --vocabulary 9" in one_line(capsys, [*words, "lstm_classifier", "--vocabulary", "5"])
+    other = ["train", "--data", "npz:data.npz", *FAST, "--model", "lstm_classifier", "--vocabulary", "5"]
+    assert "takes whole numbers (tokens)" in one_line(capsys, other)
+
+
+# compare
+
+
+def test_compare_lays_methods_side_by_side(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "2", "--methods", "flat; adaptive @ 0.1"]
+    assert main([*words, "--folder", "runs/first"]) == 0
+    shown = capsys.readouterr()
+    assert "adaptive @ 0.1" in shown.out
+    assert "best" in shown.out
+    assert "a choice that the ε of its run does not cover" in " ".join(shown.out.split())
+    assert "Runs written to runs/first" in shown.out
+    assert "learning_rate = 0.1\n" in (here / "runs/first/2-adaptive/settings.toml").read_text()
+    assert main([*words, "--folder", "runs/second", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in result["runs"]] == ["flat", "adaptive @ 0.1"]
+    assert all(0 <= row["bias"] <= 1 and 0 <= row["clipped"] <= 1 for row in result["runs"])
+    assert "not empty" in one_line(capsys, [*words, "--folder", "runs/second"])
+
+
+def test_compare_starts_every_method_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    firsts, train = [], training.train
+
+    def spy(model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
+        firsts.append([parameter.detach().clone() for parameter in model.parameters()])
+        return train(model, *rest, **options)
+
+    monkeypatch.setattr(training, "train", spy)
+    assert main(["compare", "--data", "npz:data.npz", *FAST, "--steps", "1", "--quiet", "--methods", "flat;psac"]) == 0
+    assert len(firsts) == 2
+    assert all(torch.equal(one, other) for one, other in zip(*firsts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ("flat; psca", "did you mean 'psac'?"),
+        ("flat @ fast", "expected METHOD @ LEARNING RATE, got 'flat @ fast'"),
+        (";", "expected at least one method"),
+    ],
+)
+def test_compare_refuses_what_it_cannot_train(
+    capsys: pytest.CaptureFixture[str], here: Path, methods: str, message: str
+) -> None:
+    assert message in one_line(capsys, ["compare", "--epsilon", "3", "--methods", methods])
+    assert not (here / "runs").exists()
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epsilon", "0"], "epsilon must be a number above 0, got 0"),
+        (["--epsilon", "-1"], "epsilon must be a number above 0, got -1.0"),
+        (["--epsilon", "nan"], "epsilon must be a number above 0, got nan"),
+        (["--epsilon", "much"], "--epsilon must be a number, got 'much': write --epsilon 0.5"),
+        ([], "expected either --epsilon or --noise-multiplier, got neither: write for instance --epsilon 3"),
+        (["--epsilon", "1", "--noise-multiplier", "1"], "got both"),
+        (["--epsilon", "1", "--delta", "1"], "delta must be above 0 and below 1, got 1.0"),
+        (["--epsilon", "1", "--batch", "81"], "batch must be at most the 80 samples of the data, got 81"),
+        (["--epsilon", "1", "--batch", "0"], "batch must be a whole number of at least 1, got 0"),
+        (["--epsilon", "1", "--steps", "0"], "steps must be a whole number of at least 1, got 0"),
+        (["--epsilon", "1", "--epochs", "-1"], "epochs must be a number above 0, got -1.0"),
+        (["--epsilon", "1", "--evaluate-every", "0"], "evaluate_every must be a whole number of at least 1, got 0"),
+        (["--epsilon", "1", "--average", "2"], "average must be above 0 and below 1, got 2.0"),
+        (["--epsilon", "1", "--method", "pasc"], "unknown method 'pasc': did you mean 'psac'?"),
+        (["--epsilon", "1", "--method", "psac("], "expected a method such as psac"),
+        (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
+        (["--epsilon", "1", "--model", "digits_cnn"], "digits_cnn takes samples of shape (1, 8, 8), got (4,)"),
+        (["--epsilon", "1", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
+        (["--epsilon", "1", "--data", "npz:no/data.npz"], "does not exist"),
+        (["--epsilon", "1", "--data", "npz:dada.npz"], "did you mean 'data.npz'?"),
+        (["--epsilon", "1", "--optimizer", "adamm"], "unknown optimizer 'adamm': did you mean 'adam'?"),
+        (["--epsilon", "1", "--optimizer", "adam", "--momentum", "0.5"], "the optimizer adam has no momentum"),
+        (["--epsilon", "1", "--momentum", "-2"], "Invalid momentum value: -2.0"),
+        (["--epsilon", "1", "--learning-rate", "0"], "learning_rate must be a number above 0"),
+        (["--epsilon", "1", "--schedule", "cosin"], "unknown schedule 'cosin': did you mean 'cosine'?"),
+        (["--epsilon", "1", "--accountant", "pdl"], "unknown accountant 'pdl': did you mean 'pld'?"),
+        (["--epsilon", "1", "--threads", "0"], "threads must be a whole number of at least 1, got 0"),
+        (["--epsilo", "1"], "unknown option '--epsilo': did you mean '--epsilon'?"),
+        (["--config", "none.toml"], "cannot read none.toml (No such file or directory)"),
+        (["--resume", "nowhere"], "there is no run to resume in nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], here: Path, words: list[str], message: str
+) -> None:
+    given = [] if "--resume" in words else ["--data", "npz:data.npz", "--batch", "20"]
+    assert message in one_line(capsys, ["train", *given, *words])
+    assert [path.name for path in here.iterdir()] == ["data.npz"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, y: (np.where(x == x[3, 1], np.nan, x), y), "got 1 NaN or infinite, the first in row 3"),
+        (lambda x, y: (x[:0], y[:0]), "x must have rows of features, [rows, ...], got shape [0, 4]"),
+        (lambda x, y: (x, np.where(np.arange(100) == 5, -1, y)), "labels of at least 0, got -1 in row 5"),
+        (lambda x, y: (x, np.where(np.arange(100) == 5, 1000, y)), "labels 0 to classes − 1, got 1000"),
+        (lambda x, y: (x, y[:-1]), "equally many rows, got 100 and 99"),
+        (lambda x, y: (x.astype(str), y), "x must hold real numbers"),
+        (lambda x, y: (x, 0 * y), "classes must be a whole number of at least 2, got 1"),
+    ],
+)
+def test_bad_data_is_one_line_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], here: Path, change: Any, message: str
+) -> None:
+    good = np.load("data.npz")
+    x, y = change(good["x"], good["y"])
+    saved(x=x, y=y)
+    assert message in one_line(capsys, small())
+    assert [path.name for path in here.iterdir()] == ["data.npz"]
+
+
+def test_a_large_delta_is_a_one_line_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small("--delta", "0.1", "--quiet")) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: delta=0.1 is not below 1/samples")
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "mine").mkdir()
+    (here / "mine" / "letter.txt").write_text("dear")
+    assert "the folder mine is not empty" in one_line(capsys, small("--folder", "mine"))
+    assert [path.name for path in (here / "mine").iterdir()] == ["letter.txt"]
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(training, "train", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(small())
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if (here / "run" / "settings.toml").exists():  # the last file of the first measurement
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    line = one_line(capsys, small("--folder", "run", "--evaluate-every", "2", steps=6))
+    assert "No space left on device" in line
+    assert line.endswith("clipwise train --resume run")
+    kept = {path.name for path in (here / "run").iterdir()}
+    assert kept == {"ledger.jsonl", "metrics.jsonl", "checkpoint.pt", "settings.toml"}
+    monkeypatch.setattr(os, "fsync", real)
+    assert main(["train", "--resume", "run", "--quiet"]) == 0
+    # steps 3 and 4 were made twice: the first time after the checkpoint, and they count
+    assert Ledger(here / "run" / "ledger.jsonl").releases == 6 + 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*RUN, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: cannot write the output (No space left on device): free space or write it elsewhere"
+    ]
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_waits_for_the_step_and_the_resumed_run_makes_exactly_the_planned_releases(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    steps, ledger = 600, here / "run" / "ledger.jsonl"
+    words = small("--folder", "run", "--method", "adaptive", "--evaluate-every", "250", steps=steps)
+    process = subprocess.Popen([*RUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (ledger.exists() and ledger.stat().st_size > 1000):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert output == ""
+    made = Ledger(ledger).releases
+    assert 0 < made < steps
+    assert error.splitlines() == [
+        f"stopped after step {made} of {steps}; nothing is lost: write clipwise train --resume run"
+    ]
+    assert torch.load(here / "run" / "checkpoint.pt")["step"] == made
+
+    assert "a resumed run keeps its settings, got --batch 5" in one_line(
+        capsys, ["train", "--resume", "run", "--batch", "5"]
+    )
+    assert main(["train", "--resume", "run", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["statement"]["releases"] == steps
+    assert Ledger(ledger).releases == steps
+    assert "is finished: repeat it with clipwise train --config" in one_line(capsys, ["train", "--resume", "run"])
+
+
+def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    seeded = ("--noise-seed", "1", "--quiet", "--method", "adaptive")
+    assert main(small("--folder", "whole", *seeded, steps=6)) == 0
+    original = Bar.__call__
+
+    def press(bar: Bar, done: int, total: int, row: Any) -> None:
+        original(bar, done, total, row)
+        if done == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Bar, "__call__", press)
+    assert main(small("--folder", "parts", *seeded, steps=6)) == 130
+    monkeypatch.setattr(Bar, "__call__", original)
+    assert main(["train", "--resume", "parts", "--quiet"]) == 0
+    first, second = (torch.load(here / name / "model.pt") for name in ("whole", "parts"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert (here / "whole/metrics.jsonl").read_text() == (here / "parts/metrics.jsonl").read_text()
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Bar(quiet=True) as bar, _patient(bar) as heard:
+        signal.raise_signal(signal.SIGINT)
+        assert heard.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "make_private", interrupted)
+    assert one_line(capsys, small(), code=130) == "stopped before the first step; nothing was trained"
+    assert not (here / "runs").exists()

@@ -1,0 +1,106 @@
+"""What the documentation shows runs: each Python block of the README, and each file in examples/.
+
+Receives: README.md and examples/ of the repository.
+Gives: the block or file that fails. Examples are run small: with CLIPWISE_QUICK=1, and --quick where they know it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+EXAMPLES = sorted((ROOT / "examples").glob("**/*.py"))
+
+
+class Block(NamedTuple):
+    heading: str
+    line: int  # of its first line of code, from 1
+    language: str
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks, each with the heading that it stands under."""
+    found, heading, start, language, code = [], "", None, "", []
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = re.match(r"\s*```(\w*)", line)
+        if fence and start is None:
+            start, language, code = number + 1, fence[1], []
+        elif fence and start is not None:
+            found.append(Block(heading, start, language, "\n".join(code) + "\n"))
+            start = None
+        elif start is not None:
+            code.append(line)
+        elif line.startswith("#"):
+            heading = line.strip("# ")
+    assert start is None, f"the block that begins at line {start} never ends"
+    return found
+
+
+def groups() -> list[list[Block]]:
+    """Python blocks under one heading continue each other; another heading begins anew."""
+    if not README.exists():
+        return []
+    python = [block for block in blocks(README.read_text()) if block.language in ("python", "py")]
+    return [list(group) for _, group in groupby(python, key=lambda block: block.heading)]
+
+
+def test_blocks_are_found_with_heading_line_and_language() -> None:
+    text = "# A\n```python\nx = 1\n```\ntext\n```sh\nls\n```\n## B\n```python\ny = 2\nz = 3\n```\n"
+    assert blocks(text) == [
+        Block("A", 3, "python", "x = 1\n"),
+        Block("A", 7, "sh", "ls\n"),
+        Block("B", 11, "python", "y = 2\nz = 3\n"),
+    ]
+
+
+def test_there_is_a_readme_and_its_first_code_begins_before_line_25() -> None:
+    assert README.exists(), "README.md is missing: write it, with a Python block before line 25"
+    found = groups()
+    assert found, "README.md shows no Python"
+    assert found[0][0].line < 25, f"the first Python block begins at line {found[0][0].line}, expected before 25"
+
+
+@pytest.mark.parametrize("group", groups(), ids=lambda group: group[0].heading)
+def test_the_readme_s_blocks_run(group: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    namespace: dict[str, object] = {"__name__": "readme"}
+    for block in group:
+        # as many empty lines first as stand above the block, so that a traceback shows the README's line
+        exec(compile("\n" * (block.line - 1) + block.code, str(README), "exec"), namespace)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_the_examples_run(path: Path, tmp_path: Path) -> None:
+    quick = ["--quick"] if "--quick" in path.read_text() else []
+    environment = {**os.environ, "CLIPWISE_QUICK": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(path), *quick], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip(), f"{path.name} shows nothing"
+
+
+def test_the_readme_s_table_names_every_method() -> None:
+    from clipwise.methods import METHODS
+
+    if not README.exists():
+        pytest.skip("README.md is missing")
+    text = README.read_text()
+    assert [name for name in METHODS if f"`{name}" not in text] == []
+
+
+def test_the_readme_s_links_lead_somewhere() -> None:
+    if not README.exists():
+        pytest.skip("README.md is missing")
+    links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", README.read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []

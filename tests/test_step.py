@@ -1,0 +1,352 @@
+"""One private step: equal to the slow transcription, divided by the expected batch, counted before it is used.
+
+Receives: Private, with a seeded stream whose noise the test draws again.
+Gives: θ after a step against naive.dp_sgd_step, and every way of using a step wrongly refused.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clipwise as cw
+import naive
+from clipwise.methods import parse
+from clipwise.randomness import SeededStream
+from clipwise.records import written
+from clipwise.sampling import poisson
+from clipwise.step import MARGIN, Observed, private_sum
+from clipwise.types import InputError, PoissonGaussian, Refused
+
+ROWS, SEED = 50, 5
+
+
+def data(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(ROWS, 4, generator=generator, dtype=dtype) * 3, torch.randint(0, 3, (ROWS,), generator=generator)
+
+
+def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def private_for(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **changed: Any) -> cw.Private:
+    given = {
+        "noise_multiplier": 1.5,
+        "steps": 3,
+        "batch": 20,
+        "noise": SEED,
+        "delta": 1e-3,
+        "self_test": False,
+        **changed,
+    }
+    return cw.make_private(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.7), data(), **given)
+
+
+def theta(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()]).numpy()
+
+
+def sample_gradients(model: nn.Module, indices: Tensor) -> np.ndarray:
+    """[sample, parameter], one sample at a time by plain autograd."""
+    x, y = data()
+    rows = []
+    for i in indices.tolist():
+        loss = nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]).numpy())
+    return np.array(rows).reshape(len(rows), len(theta(model)))
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+@pytest.mark.parametrize(
+    ("text", "weigh", "clip_norm"),
+    [
+        ("flat(0.9)", naive.flat, 0.9),
+        ("normalised(0.3)", naive.normalised, 0.3),
+        ("automatic(1.0, gamma=0.1)", lambda g, c: naive.automatic(g, c, 0.1), 1.0),
+        ("psac(2.0, r=0.2)", lambda g, c: naive.psac(g, c, 0.2), 2.0),
+        ("global_(3.0)", naive.global_, 3.0),
+        (
+            "layerwise({'0': flat(0.3), '2': flat(0.4)})",
+            lambda g, c: np.concatenate(naive.layerwise([g[:, :25], g[:, 25:]], [0.3, 0.4])),
+            0.5,
+        ),
+    ],
+)
+def test_steps_are_dp_sgd_on_explicit_gradients_with_the_same_noise(
+    text: str, weigh: naive.Weigh, clip_norm: float, chunk: int
+) -> None:
+    model = mlp()
+    private = private_for(model, method=text, chunk=chunk)
+    for step, batch in enumerate(private.batches()):
+        stream = SeededStream(SEED).at(step)
+        indices = poisson(ROWS, 20 / ROWS, stream)
+        assert torch.equal(indices, batch.indices)
+        before = theta(model)
+        expected = naive.dp_sgd_step(
+            before,
+            sample_gradients(model, indices),
+            lambda g, c: weigh(g, c) / (1 + MARGIN),
+            clip_norm,
+            1.5,
+            stream.normal([len(before)]).numpy(),
+            expected_batch=20,  # whatever was drawn
+            learning_rate=0.7,
+        )
+        private.step(batch)
+        np.testing.assert_allclose(theta(model), expected, rtol=1e-9, atol=1e-12)
+    assert private.steps_taken == 3 and private.ledger.releases == 3
+
+
+def test_the_sum_is_divided_by_the_expected_batch_and_not_by_the_realised_one() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 4, generator=generator, dtype=torch.float64).expand(ROWS, 4)  # every sample is the same
+    y = torch.zeros(ROWS, dtype=torch.long)
+    moves, sizes = [], []
+    for seed in range(6):
+        model = mlp()
+        before = theta(model)
+        private = cw.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            (x, y),
+            noise_multiplier=1e-9,
+            steps=1,
+            batch=20,
+            noise=seed,
+            delta=1e-3,
+            method=cw.normalised(1.0),
+        )
+        for batch in private.batches():
+            private.step(batch)
+            sizes.append(len(batch))
+        moves.append(float(np.linalg.norm(theta(model) - before)))
+    assert len(set(sizes)) > 1
+    np.testing.assert_allclose(moves, np.array(sizes) / 20, rtol=1e-4)
+
+
+def test_an_empty_batch_counts_and_moves_the_model_by_noise_alone() -> None:
+    model = mlp()
+    private = private_for(model, batch=1, steps=30, method=cw.flat(0.5))
+    empty = 0
+    for step, batch in enumerate(private.batches()):
+        before = theta(model)
+        private.step(batch)
+        assert private.ledger.releases == step + 1
+        if not len(batch):
+            empty += 1
+            noise = 1.5 * 0.5 * SeededStream(SEED).at(step).normal([len(before)]).numpy()
+            np.testing.assert_allclose(theta(model), before - 0.7 * noise, rtol=1e-9, atol=1e-12)
+    assert empty > 3, "this seed draws empty batches"
+
+
+class Watched(torch.optim.SGD):
+    """Writes down how much the ledger held when the optimizer was called."""
+
+    ledger: Any = None
+    seen: tuple[int, ...] = ()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen = (*self.seen, self.ledger.releases)
+        super().step(closure)
+
+
+def test_a_release_is_recorded_before_the_optimizer_sees_it() -> None:
+    model = mlp()
+    optimizer = Watched(model.parameters(), lr=0.1)
+    private = private_for(model, optimizer)
+    optimizer.ledger = private.ledger
+    for batch in private.batches():
+        private.step(batch)
+    assert optimizer.seen == (1, 2, 3)
+    assert private.ledger.entries == [(PoissonGaussian(1.5, 20 / ROWS), 3)]
+
+
+def test_a_release_that_cannot_be_recorded_is_not_used() -> None:
+    model = mlp()
+    private = private_for(model)
+    before = theta(model)
+
+    def full(event: Any, **_: Any) -> None:
+        raise InputError("cannot write the ledger")
+
+    private.ledger.record = full  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="cannot write the ledger"):
+        private.step(next(private.batches()))
+    assert (theta(model) == before).all() and private.steps_taken == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nothing_is_left_on_the_model_after_a_step() -> None:
+    model = mlp()
+    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    private = private_for(model)
+    for batch in private.batches():
+        private.step(batch)
+        assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == attributes
+    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+
+
+# Uses that would not be Poisson samples, or not noisy
+
+
+def test_a_batch_of_another_origin_is_refused() -> None:
+    private, other = private_for(mlp()), private_for(mlp())
+    for foreign in (data(), torch.arange(5), None, next(other.batches())):
+        with pytest.raises(Refused, match="Poisson"):
+            private.step(foreign)  # type: ignore[arg-type]
+    assert private.ledger.releases == 0
+
+
+def test_a_batch_made_by_hand_is_refused() -> None:
+    private = private_for(mlp())
+    batch = next(private.batches())
+    for tampered in (replace(batch), replace(batch, indices=torch.tensor([1]))):
+        with pytest.raises(Refused, match="Poisson"):
+            private.step(tampered)
+
+
+def test_a_batch_used_twice_is_refused() -> None:
+    private = private_for(mlp())
+    batch = next(private.batches())
+    private.step(batch)
+    with pytest.raises(Refused, match="once"):
+        private.step(batch)
+    assert private.ledger.releases == 1
+
+
+def test_a_batch_that_was_skipped_is_an_error() -> None:
+    private = private_for(mlp())
+    with pytest.raises(InputError, match="was not used"):
+        for _ in private.batches():
+            pass
+
+
+def test_asking_again_gives_the_batch_that_was_drawn_so_nobody_can_choose_among_draws() -> None:
+    private = private_for(mlp(), noise="secure")
+    drawn = [next(private.batches()) for _ in range(5)]
+    assert all(torch.equal(batch.indices, drawn[0].indices) for batch in drawn)
+
+
+def test_a_failed_step_does_not_draw_another_batch() -> None:
+    model, broken = mlp(), [True]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if broken[0]:
+            raise RuntimeError("out of memory")
+        return cw.cross_entropy(model, batch)
+
+    private = private_for(model, loss=loss, noise="secure")
+    first = next(private.batches())
+    with pytest.raises(RuntimeError):
+        private.step(first)
+    broken[0] = False
+    again = next(private.batches())
+    assert torch.equal(first.indices, again.indices)
+    private.step(again)
+    assert private.ledger.releases == 1
+
+
+def test_a_gradient_without_noise_on_the_model_is_refused_and_named() -> None:
+    model = mlp()
+    private = private_for(model)
+    model(data()[0]).sum().backward()
+    with pytest.raises(Refused, match=r"0\.weight"):
+        private.step(next(private.batches()))
+    model.zero_grad()
+    private.step(next(private.batches()))
+
+
+def test_a_gradient_without_noise_on_a_frozen_parameter_of_the_optimizer_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=1.0)
+    model(data()[0]).square().mean().backward()  # looking at the data before training
+    model[0].requires_grad_(False)
+    for p in model[2].parameters():
+        p.grad = None
+    before = model[0].weight.detach().clone()
+    try:
+        private = private_for(model, optimizer)
+        private.step(next(private.batches()))
+    except Refused:
+        pass
+    assert torch.equal(model[0].weight, before), "a raw gradient reached the optimizer"
+
+
+def test_a_frozen_layer_stays_and_the_rest_is_noisy() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    private = private_for(model)
+    private.step(next(private.batches()))
+    assert [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)] == [True, True, False, False]
+
+
+def test_a_batchnorm_that_wakes_up_during_training_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    model.eval()
+    model[1].requires_grad_(False)
+    private = private_for(model)
+    private.step(next(private.batches()))
+    statistics = model[1].running_mean.clone()
+    model.train()  # what everyone writes after an evaluation
+    with pytest.raises(Refused, match="BatchNorm1d"):
+        private.step(next(private.batches()))
+    assert torch.equal(model[1].running_mean, statistics)
+
+
+def test_a_sample_that_comes_in_several_rows_is_refused() -> None:
+    class Crops(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, i: int) -> Any:
+            return data()[0][i].expand(3, 4), data()[1][i].expand(3)
+
+    def together(samples: list[Any]) -> Any:  # each of a sample's three rows would be clipped by itself
+        return tuple(torch.cat(column) for column in zip(*samples, strict=True))
+
+    def one_step() -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        private = cw.make_private(
+            model, optimizer, Crops(), collate=together, noise_multiplier=1.0, steps=1, batch=20, delta=1e-3
+        )
+        private.step(next(private.batches()))
+
+    with pytest.raises(InputError, match="row"):
+        one_step()
+
+
+def test_what_was_observed_counts_samples_and_non_finite_ones() -> None:
+    like = {"w": torch.zeros(2)}
+    rows = torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [3.0, 4.0]])
+    chunk = written({"w": rows}, like)
+    private, observed = private_sum(cw.flat(1.0), like, [chunk, chunk])
+    assert observed == Observed(samples=6, non_finite=2)
+    expected = 2 * torch.tensor(naive.flat(rows[[0, 2]].numpy(), 1.0)).float() / (1 + MARGIN)
+    torch.testing.assert_close(private.parts[0].value["w"].float(), expected)
+
+
+def test_sums_are_float32_or_better_whatever_the_model_runs_in() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        like = {"w": torch.zeros(2, dtype=dtype)}
+        private, _ = private_sum(cw.adaptive(), like, [written({"w": torch.ones(3, 2, dtype=dtype)}, like)])
+        for part in private.parts:
+            assert all(torch.finfo(v.dtype).eps <= torch.finfo(torch.float32).eps for v in part.value.values())
+
+
+@pytest.mark.parametrize("text", ["adaptive(0.5)", "schedule([(0, flat(0.5)), (1, global_(5.0))])"])
+def test_the_method_of_the_next_step_comes_from_what_was_released(text: str) -> None:
+    private = private_for(mlp(), method=text)
+    bounds = []
+    for batch in private.batches():
+        bounds.append(private.method.bound)
+        private.step(batch)
+    assert len(set(bounds)) > 1
+    assert parse(str(private.method)).bound == private.method.bound
