@@ -544,12 +544,24 @@ def test_a_packed_sequence_is_an_error_that_says_what_to_write(kind: Any) -> Non
     assert "padded" in str(caught.value) and "mask" in str(caught.value)
 
 
-@pytest.mark.parametrize("lengths", [(3, 2, 1, 3), (2, 1, 3, 2)], ids=["in all", "but not in all"])
+@pytest.mark.parametrize(
+    "lengths",
+    [(3, 2, 1, 3), (2, 1, 3, 2), (1, 1, 2, 0)],
+    ids=["with another total", "with the total of equal samples", "with as many tokens as samples"],
+)
 def test_samples_with_unequal_numbers_of_packed_tokens_are_an_error(lengths: tuple[int, ...]) -> None:
-    """In the second case the total is what equal samples would give, so that no size tells."""
+    """Where the total is what equal samples would give, no size tells."""
     real = torch.arange(3) < torch.tensor(lengths)[:, None]
     with pytest.raises(InputError, match="sample"):
         per_sample(runs(packed_tokens), loss, (normal(3, 3), real))
+
+
+def test_a_mask_that_is_the_same_for_all_samples_may_pick_positions() -> None:
+    keep = torch.tensor([True, False, True, True])
+    run = lambda part, x: part(x[:, keep].flatten(0, 1)).unflatten(0, (-1, 3))
+    model, x = runs(run), normal(4, 3)
+    found, expected = per_sample(model, loss, (x,)), oracle.per_sample(model, loss, (x,))
+    assert off(found.materialise(), expected.materialise()) < 1e-10
 
 
 def test_an_operation_that_vmap_does_not_know_names_the_parameter() -> None:

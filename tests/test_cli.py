@@ -340,7 +340,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     real = os.fsync
 
     def full(descriptor: int) -> None:
-        if (here / "run" / "settings.toml").exists():  # the last file of the first measurement
+        if (here / "run" / "metrics.jsonl").exists():  # from the first measurement on
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
@@ -352,7 +352,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     assert kept == {"ledger.jsonl", "metrics.jsonl", "checkpoint.pt", "settings.toml"}
     monkeypatch.setattr(os, "fsync", real)
     assert main(["train", "--resume", "run", "--quiet"]) == 0
-    # steps 3 and 4 were made twice: the first time after the checkpoint, and they count
+    # steps 1 and 2 were made twice: the first time after the only checkpoint, and they count
     assert Ledger(here / "run" / "ledger.jsonl").releases == 6 + 2
 
 

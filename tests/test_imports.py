@@ -16,7 +16,7 @@ import clipwise
 
 ROOT = Path(clipwise.__file__).parent
 ORDER = (
-    "types randomness data sampling records methods noise step accounting models diagnostics report training "
+    "types gpu_noise randomness data sampling records methods noise step accounting models diagnostics report training "
     "config bench cli"
 ).split()
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 
-import naive
 import numpy as np
 import pytest
+
+import naive
 
 METHODS: dict[str, naive.Weigh] = {
     "flat": naive.flat,

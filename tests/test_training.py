@@ -122,9 +122,9 @@ def test_a_learning_rate_schedule_takes_one_step_per_release_also_when_resumed(
         kept.append(optimizer)
         return plan(optimizer)
 
-    def stop(step: int, *_: Any) -> None:
+    def stop(private: Any, *_: Any) -> None:
         rates.append(kept[-1].param_groups[0]["lr"])
-        if step == 4 and len(kept) == 1:
+        if private.steps_taken == 4 and len(kept) == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -362,7 +362,8 @@ class Stop:
     ) -> None:
         self.at, self.folder, self.keep, self.error = at, folder, keep, error
 
-    def __call__(self, step: int, *_: Any) -> None:
+    def __call__(self, private: Any, *_: Any) -> None:
+        step = private.steps_taken
         if step == self.keep:
             shutil.copy(self.folder / "checkpoint.pt", self.folder.parent / "kept.pt")
         if step == self.at:

@@ -97,10 +97,14 @@ def _add_noise(
     z0, z1 = _normals(_uniform(w0, w1), _uniform(w2, w3), _uniform(w4, w5), _uniform(w6, w7))
     z2, z3 = _normals(_uniform(w8, w9), _uniform(w10, w11), _uniform(w12, w13), _uniform(w14, w15))
     scale = tl.load(factor)
-    _add(value, out, b, scale * z0, b < blocks)
-    _add(value, out, b + blocks, scale * z1, (b < blocks) & (b + blocks < size))
-    _add(value, out, b + 2 * blocks, scale * z2, (b < blocks) & (b + 2 * blocks < size))
-    _add(value, out, b + 3 * blocks, scale * z3, (b < blocks) & (b + 3 * blocks < size))
+    at = b  # 64 bits wide, like every sum with it
+    _add(value, out, at, scale * z0, b < blocks)
+    at += blocks
+    _add(value, out, at, scale * z1, (b < blocks) & (at < size))
+    at += blocks
+    _add(value, out, at, scale * z2, (b < blocks) & (at < size))
+    at += blocks
+    _add(value, out, at, scale * z3, (b < blocks) & (at < size))
 
 
 def _write_words(out: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:

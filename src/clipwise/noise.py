@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from clipwise.randomness import Stream
+from clipwise.randomness import Stream, add_scaled
 from clipwise.types import Event, Gradient, InputError, PoissonGaussian, PrivateSum, Released, positive
 
 
@@ -28,16 +26,12 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
         raise InputError(f"only a PrivateSum can be released, got {type(private).__name__}")
     gradient: Gradient = {}
     counts: Gradient = {}
-    # one draw for everything: a stream is fastest in long pieces
-    noise = iter(
-        stream.normal([sum(v.numel() for p in private.parts for v in p.value.values())]).split(
-            [v.numel() for p in private.parts for v in p.value.values()]
-        )
-    )
+    # one draw for everything outside CUDA, where a stream is fastest in long pieces
+    sizes = [v.numel() for part in private.parts for v in part.value.values() if not v.is_cuda]
+    normals = iter(stream.normal([sum(sizes)]).split(sizes))
     for part in private.parts:
         scale = sigma * part.bound / math.sqrt(part.share)
         into = counts if part.is_count else gradient
         for name, value in part.value.items():
-            noisy = next(noise).view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64))
-            into[name] = noisy.to(value.device, value.dtype)
+            into[name] = stream.noisy(value, scale) if value.is_cuda else add_scaled(value, next(normals), scale)
     return Released(gradient, counts, event)

@@ -1,7 +1,7 @@
 """Random numbers: secure ones for private runs, seeded ones for tests.
 
 Receives: a shape or a count; for the seeded stream also a seed and a step.
-Gives: standard normals and uniforms, float64 on the CPU.
+Gives: standard normals and uniforms, float64 on the CPU; noise added to a tensor, on the tensor's own device.
 
 Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ only in where the key comes from.
 """
@@ -19,6 +19,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
+from clipwise import gpu_noise
 from clipwise.types import whole
 
 _BLOCK = 1 << 16  # words per key: half a megabyte, so that a block's passes stay in the processor's cache
@@ -42,6 +43,10 @@ class Stream(Protocol):
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
         ...
 
+    def noisy(self, value: Tensor, scale: float) -> Tensor:
+        """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
+        ...
+
     def at(self, step: int) -> Stream:
         """The stream that this step draws from: ask once per step, since asking again may start it anew."""
         ...
@@ -50,6 +55,11 @@ class Stream(Protocol):
 def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     """Write the ChaCha20 keystream over ``into``; ``nonce`` is a 4-byte block counter, then 12 bytes, little endian."""
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
+
+
+def add_scaled(value: Tensor, normals: Tensor, scale: float) -> Tensor:
+    """``value`` + scale · normals in float64 on the CPU, then rounded to the value's format; overwrites ``normals``."""
+    return normals.view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64)).to(value.device, value.dtype)
 
 
 def _empty(count: int) -> Tensor:
@@ -65,7 +75,7 @@ class _ChaCha20(ABC):
 
     @abstractmethod
     def _next(self, use: int) -> tuple[bytes, bytes]:
-        """Key and nonce that no other block has; ``use`` tells apart what the block is for."""
+        """Key and nonce that no other block or CUDA tensor has; ``use`` tells apart what they are for."""
 
     def _fill(self, out: Tensor, use: int) -> Tensor:
         """At most one block of uniforms, written over ``out``."""
@@ -93,6 +103,13 @@ class _ChaCha20(ABC):
             torch.add(sines[0, :rest], sines[1, :rest], out=block[half:])
         return out.view(tuple(shape))
 
+    def noisy(self, value: Tensor, scale: float) -> Tensor:
+        """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
+        if not value.is_cuda:
+            return add_scaled(value, self.normal(value.shape), scale)
+        key, nonce = self._next(use=2)
+        return gpu_noise.noisy(value, scale, key, int.from_bytes(nonce[4:], "little"))
+
 
 class SecureStream(_ChaCha20):
     """Random numbers that nobody can foresee or repeat: every block has a fresh key from the operating system.
@@ -101,12 +118,13 @@ class SecureStream(_ChaCha20):
     is kept between blocks. The work does not depend on the values, so that time tells nothing about the noise (Jin et
     al. 2022 time rejection samplers).
 
-    *Floating point.* The values that float arithmetic can give from one Box–Muller pair are few enough that whoever sees
-    secret + noise can tell which secrets are possible (Mironov 2012 for Laplace; Jin et al. 2022 for pairs of normals).
-    As Holohan & Braghin (2021) advise, each normal is a sum of independent draws, here two that share no pair (the sine
-    and the cosine of one pair add up to a single cosine). Two outputs then hold four uniforms, and undoing them means
-    trying 2¹⁰⁶ values of two of these. This halves the speed (from 107 to 55 million normals a second on a core where it
-    was measured). It is a defence against known attacks, not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13.
+    *Floating point.* The values that float arithmetic can give from one Box–Muller pair are few enough that whoever
+    sees secret + noise can tell which secrets are possible (Mironov 2012 for Laplace; Jin et al. 2022 for pairs of
+    normals). As Holohan & Braghin (2021) advise, each normal is a sum of independent draws, here two that share no
+    pair (the sine and the cosine of one pair add up to a single cosine). Two outputs then hold four uniforms, and
+    undoing them means trying 2¹⁰⁶ values of two of these. This halves the speed (from 107 to 55 million normals a
+    second on a core where it was measured). It is a defence against known attacks, not a proof: the sampler is exact
+    to about 2⁻⁵³, and |z| < 12.13.
     """
 
     name = "chacha20"
@@ -123,7 +141,8 @@ class SeededStream(_ChaCha20):
     """Random numbers that anyone with the seed can repeat: for tests, never for a release that must stay private.
 
     *Guarantees.* The same seed and step give the same numbers; steps are independent of each other, and so are the
-    uniforms and the normals of one step, in whatever order they are asked for.
+    uniforms and the normals of one step, in whatever order they are asked for. On CUDA the noise is another, since the
+    kernel orders its numbers differently.
     """
 
     def __init__(self, seed: int, step: int | None = None) -> None:
@@ -131,7 +150,7 @@ class SeededStream(_ChaCha20):
         self.name = f"seeded({whole('seed', seed, least=0)})"
         self._seed = seed
         self._key = hashlib.sha256(f"clipwise seed {seed} step {step}".encode()).digest()
-        self._blocks = [0, 0]
+        self._blocks = [0, 0, 0]  # by use: uniforms, normals, noise on CUDA
 
     def _next(self, use: int) -> tuple[bytes, bytes]:
         self._blocks[use] += 1

@@ -30,7 +30,7 @@ from clipwise.records import Capture, Loss, batch_size, trainable
 from clipwise.records.checks import refuse_modules, self_test
 from clipwise.records.tape import mapped
 from clipwise.report import RunFolder, Statement
-from clipwise.report.folder import CHECKPOINT, MODEL, STATEMENT, STATEMENT_TEXT
+from clipwise.report.folder import CHECKPOINT, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
 from clipwise.sampling import chunks, poisson
 from clipwise.step import Observed, private_sum
 from clipwise.types import Batch, InputError, PoissonGaussian, Refused, fraction, one_of, positive, whole
@@ -308,7 +308,7 @@ class Run:
 
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-Progress = Callable[[int, int, Mapping[str, float]], None]
+Progress = Callable[[Private, Mapping[str, float]], None]  # after each step, with the last measurement
 
 
 def train(
@@ -324,13 +324,15 @@ def train(
     folder: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    settings: str | None = None,
     **privacy: Any,
 ) -> Run:
     """A whole private run; ``privacy`` is what ``make_private`` takes (method, epsilon, delta, epochs, batch, …).
 
     ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end; ``average`` is the
     decay of an exponential moving average of the weights, which is then what is evaluated and returned. With a
-    ``folder`` the run can be stopped at any moment and resumed: nothing is lost and nothing is counted twice.
+    ``folder`` the run can be stopped at any moment and resumed: nothing is lost and nothing is counted twice;
+    ``settings`` is a text to keep beside it, from which the run could be made again.
     """
     fraction("average", average, open_end=True) if average is not None else None
     own = _optimizer(model, optimizer)
@@ -343,16 +345,18 @@ def train(
         place = RunFolder(folder, resume=True)
         ledger = place.ledger()
     private = make_private(model, own, data, loss=loss, ledger=ledger, **privacy)
+    every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if folder is not None and place is None:  # after every check, so that bad input leaves no folder
         place = RunFolder(folder)
         private.ledger = place.ledger()
+        if settings is not None:
+            place.write(SETTINGS, settings)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     loop = _Loop(private, own, plan, ema, place, evaluate)
     if resume:
         loop.restore()
     else:
         loop.checkpoint()  # whatever stops the run from now on, it can be resumed
-    every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     try:
         for batch in private.batches():
             private.step(batch)
@@ -362,7 +366,7 @@ def train(
                 loop.measure()
                 loop.checkpoint()
             if progress is not None:
-                progress(done, private.steps, loop.metrics[-1] if loop.metrics else {})
+                progress(private, loop.metrics[-1] if loop.metrics else {})
     except BaseException:
         loop.checkpoint()
         raise

@@ -63,7 +63,7 @@ def clipwise_step(case: Case) -> Step:
         private, _ = private_sum(method, parameters, [capture(batch)])
         released = release(private, event, stream)
         for name, parameter in parameters.items():
-            parameter.grad = released.gradient[name] / case.batch
+            parameter.grad = (released.gradient[name] / case.batch).to(parameter.dtype)
         optimizer.step()
 
     return Step(model, take)

@@ -28,7 +28,6 @@ from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
 from clipwise.methods import Method
-from clipwise.report import RunFolder
 from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT
 from clipwise.sampling import chunks
 from clipwise.types import InputError, one_of, positive, whole
@@ -151,15 +150,13 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
     done, again = 0, f"clipwise train --resume {shlex.quote(str(folder))}"
     with _patient(bar) as heard:
 
-        def progress(now: int, total: int, row: Mapping[str, float]) -> None:
+        def progress(private: training.Private, row: Mapping[str, float]) -> None:
             nonlocal done
-            done = now
-            bar(now, total, row)
-            if row.get("step") == now:  # measured and checkpointed just now
-                place = _keep_settings(config, folder)
-                if look is not None:
-                    look(model, methods.parse(place.checkpoint()["method"]))
-            if heard.is_set() and now < total:
+            done = private.steps_taken
+            bar(done, private.steps, row)
+            if look is not None and row.get("step") == done:  # measured just now
+                look(model, private.method)
+            if heard.is_set() and done < private.steps:
                 raise KeyboardInterrupt
 
         try:
@@ -175,6 +172,7 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
                 folder=folder,
                 resume=config.resume is not None,
                 progress=progress,
+                settings=to_toml(config),
                 method=config.method,
                 epsilon=config.epsilon,
                 noise_multiplier=config.noise_multiplier,
@@ -189,7 +187,6 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
         except KeyboardInterrupt:
             if not (folder / CHECKPOINT).is_file():
                 raise Stopped("stopped before the first step; nothing was trained") from None
-            _keep_settings(config, folder)
             raise Stopped(f"stopped after step {done} of {steps}; nothing is lost: write {again}") from None
         except InputError as error:
             if done and (folder / SETTINGS).is_file():
@@ -201,13 +198,6 @@ def _steps(config: TrainConfig, samples: int) -> int:
     if config.steps is not None:
         return whole("steps", config.steps)
     return max(1, round(positive("epochs", config.epochs or 0) * samples / whole("batch", config.batch)))
-
-
-def _keep_settings(config: TrainConfig, folder: Path) -> RunFolder:
-    place = RunFolder(folder, resume=True)
-    if not (folder / SETTINGS).exists():
-        place.write(SETTINGS, to_toml(config))
-    return place
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class Arrays(Dataset[Any]):
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
             raise InputError(
-                f"data must hold tensors with equally many rows, got {_listed(lengths)}: the first dimension is the sample"
+                f"data must hold tensors with equally many rows, got {_listed(lengths)}: "
+                "the first dimension is the sample"
             )
         if not all(lengths.values()):
             raise InputError("data must have at least one row, got an empty data set")
@@ -106,7 +107,8 @@ class Samples:
         except Exception as error:
             raise InputError(
                 f"data must be {_ACCEPTED}; reading and collating the first sample of this {type(dataset).__name__} "
-                f"gave {type(error).__name__}: {' '.join(str(error).split())}; write data=(x, y), or pass a collate function"
+                f"gave {type(error).__name__}: {' '.join(str(error).split())}; write data=(x, y), or pass a collate "
+                "function"
             ) from error
         self._none = _no_rows(first)
 

@@ -93,8 +93,9 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Buffers after two different batches: what differs holds private data without noise."""
     kept: list[dict[str, Tensor]] = []
     for data in (batch, mapped(batch, _last_changed)):
-        with _restored(model):
-            _losses(model, loss, data)
+        with _restored(model), torch.no_grad():
+            torch.manual_seed(0)
+            loss(model, data)
             kept.append({name: buffer.clone() for name, buffer in model.named_buffers()})
     for name, buffer in kept[0].items():
         if not torch.equal(buffer, kept[1][name]):
@@ -115,7 +116,8 @@ def _last_changed(rows: Tensor) -> Tensor:
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
-    with torch.random.fork_rng(), torch.no_grad():
+    # buffers too: a spectral norm takes one step of its iteration in every forward pass
+    with _restored(model), torch.no_grad():
         torch.manual_seed(0)
         return loss(model, batch).detach()
 

@@ -114,7 +114,9 @@ class _Graphs:
             return SampleGradients(records, self.parameters, self.rows).weighted_sum(weights, groups)
 
         weights = torch.zeros_like(norms)
-        backward = _ready(graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None))
+        backward = _ready(
+            graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None)
+        )
         self._forward, self._sum, self._values = forward, backward, values
 
     def __call__(self, batch: Batch, samples: int) -> SampleGradients:

@@ -105,22 +105,19 @@ def _mask(
     q: Tensor, k: Tensor, attention: Tensor | None, padding: Tensor | None, causal: bool, extra: int
 ) -> Tensor | None:
     """One additive mask [sample, head, query, key] of the two that the caller may give; ``extra`` keys are open."""
-    length = k.shape[2] - extra
     if causal and attention is None:
-        attention = torch.ones(q.shape[2], length, dtype=torch.bool, device=q.device).triu(1)
-    total: Tensor | None = None
-    for mask in (attention, padding):
-        if mask is None:
-            continue
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask, -math.inf)
-        if mask.dim() == 3:  # [sample · head, query, key]
-            mask = mask.unflatten(0, (q.shape[0], -1))
-        elif mask is padding or (padding is not None and mask.shape == padding.shape and total is not None):
-            mask = mask[:, None, None, :]
-        mask = F.pad(mask, (0, extra))
-        total = mask if total is None else total + mask
-    return total
+        attention = torch.ones(q.shape[2], k.shape[2] - extra, dtype=torch.bool, device=q.device).triu(1)
+    given = []
+    if attention is not None:  # [query, key] or [sample · head, query, key]
+        given.append(attention if attention.dim() == 2 else attention.unflatten(0, (q.shape[0], -1)))
+    if padding is not None:  # [sample, key]
+        given.append(padding[:, None, None, :])
+    masks = [
+        torch.zeros(m.shape, dtype=q.dtype, device=q.device).masked_fill(m, -math.inf) if m.dtype == torch.bool else m
+        for m in given
+    ]
+    padded = [F.pad(m, (0, extra)) for m in masks]
+    return sum(padded[1:], padded[0]) if padded else None
 
 
 def recurrent(
@@ -187,9 +184,8 @@ def _lstm(
         return hs, [hs[-1], c]
     outputs = []
     for gates in ahead.unbind(0):
-        i, f, g, o = (gates + follow.call(F.linear, (h, w_hh, b_hh))).chunk(4, -1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = follow.call(F.linear, (o.sigmoid() * c.tanh(), w_hr, None))
+        h, c = _lstm_step(gates, follow.call(F.linear, (h, w_hh, b_hh)), h, c)
+        h = follow.call(F.linear, (h, w_hr, None))
         outputs.append(h)
     return torch.stack(outputs), [h, c]
 
@@ -219,6 +215,28 @@ def _simple(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tenso
     return run
 
 
+def _cell(states: int, step: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.lstm_cell, gru_cell, rnn_tanh_cell and rnn_relu_cell: one step, as two products."""
+
+    def run(follow: Follow, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        state = tuple(hx) if states == 2 else (hx,)
+        return step(follow.call(F.linear, (x, w_ih, b_ih)), follow.call(F.linear, (state[0], w_hh, b_hh)), *state)
+
+    return run
+
+
+def _lstm_step(x: Tensor, u: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (x + u).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_step(x: Tensor, u: Tensor, h: Tensor) -> Tensor:
+    (xr, xz, xn), (ur, uz, un) = x.chunk(3, -1), u.chunk(3, -1)
+    n, z = (xn + (xr + ur).sigmoid() * un).tanh(), (xz + uz).sigmoid()
+    return (1 - z) * n + z * h
+
+
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: attention,
     F.embedding_bag: embedding_bag,
@@ -226,4 +244,8 @@ COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.gru: recurrent(_gru, 1),
     torch.rnn_tanh: recurrent(_simple(torch.tanh), 1),
     torch.rnn_relu: recurrent(_simple(torch.relu), 1),
+    torch.lstm_cell: _cell(2, _lstm_step),
+    torch.gru_cell: _cell(1, _gru_step),
+    torch.rnn_tanh_cell: _cell(1, lambda x, u, h: (x + u).tanh()),
+    torch.rnn_relu_cell: _cell(1, lambda x, u, h: (x + u).relu()),
 }

@@ -7,6 +7,7 @@ Gives: the call's output, tapped; LAYERS maps functions to handlers, and what is
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -235,6 +236,20 @@ def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:
 # ── tables ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def refuse_embedding(names: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Refuse tables that a look-up changes, or whose gradient depends on other samples; called before any look-up."""
+    if max_norm is not None:
+        raise Refused(
+            f"the embedding {names} has max_norm={max_norm}: it rewrites the rows that this batch looked up, without "
+            "noise; write max_norm=None"
+        )
+    if scale_grad_by_freq:
+        raise Refused(
+            f"the embedding {names} has scale_grad_by_freq=True: a sample's gradient then depends on how often the "
+            "other samples use a row; write scale_grad_by_freq=False"
+        )
+
+
 def embedding(
     m: Meeting,
     input: Tensor,
@@ -249,17 +264,6 @@ def embedding(
     source, rows, n = m.source(weight), m.rows(input), m.samples
     if source is None or rows is None:
         return by_vmap(m)
-    names = ", ".join(sorted(source.names))
-    if max_norm is not None:
-        raise Refused(
-            f"the embedding {names} has max_norm={max_norm}: it rewrites the rows that this batch looked up, without "
-            "noise; write max_norm=None"
-        )
-    if scale_grad_by_freq:
-        raise Refused(
-            f"the embedding {names} has scale_grad_by_freq=True: a sample's gradient then depends on how often the "
-            "other samples use a row; write scale_grad_by_freq=False"
-        )
     ids = by_sample(input, rows, n).reshape(n, -1)
     output = F.embedding(input, m.value(weight))
     table, out = weight.shape, m.out
@@ -280,11 +284,7 @@ def embedding_bag(follow: Any, *args: Any, **kwargs: Any) -> Tensor:
 
     Bags of unequal length (a flat input with offsets) are padded to the longest; the padding adds nothing.
     """
-    names = (
-        "input weight offsets max_norm norm_type scale_grad_by_freq mode sparse per_sample_weights include_last_offset "
-        "padding_idx"
-    ).split()
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(inspect.signature(F.embedding_bag).parameters, args, strict=False)), **kwargs}
     ids, weight, offsets = given["input"], given["weight"], given.get("offsets")
     mode, scale, padding_idx = given.get("mode", "mean"), given.get("per_sample_weights"), given.get("padding_idx")
     if offsets is not None:
@@ -491,26 +491,38 @@ REPEATING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile"})
 
 def elementwise(m: Meeting) -> Tensor:
     """Arithmetic with broadcasting (x + position table, x * scale): the parameter enters once per sample."""
-    out, n = m.out, m.samples
     shape = torch.broadcast_shapes(*(t.shape for t in tensors(m.args, m.kwargs)))
-
-    def spread(argument: Tensor) -> Tensor:
-        source = m.source(argument)
-        if source is None:
-            return argument
-        value = argument.detach()
-        value = value.reshape((1,) * (len(shape) - value.dim()) + tuple(value.shape)).unsqueeze(out.dim)
-        sizes = list(value.shape)
-        sizes[out.dim] = n  # [..., sample, 1, ...]: one copy for each sample, no memory
-        leaf = value.expand(sizes).detach().requires_grad_()
-        own = tuple(argument.shape)
-        m.tape.leaf(leaf, source, lambda g: Dense(wide(g.movedim(out.dim, 0).reshape(n, *own))))
-        sizes[out.dim + 1] = out.factor
-        return leaf.expand(sizes).flatten(out.dim, out.dim + 1)
-
+    spread = functools.partial(_spread, m, dimensions=len(shape))
     m.tape.site(_found(m), m.call.label, None)
     result: Tensor = m.call.function(*mapped(m.args, spread), **mapped(m.kwargs, spread))
     return result
+
+
+def _spread(m: Meeting, argument: Tensor, *, dimensions: int) -> Tensor:
+    """A parameter, broadcast to so many dimensions, with a leaf for each sample; other tensors as they are."""
+    source, out, n = m.source(argument), m.out, m.samples
+    if source is None:
+        return argument
+    value = argument.detach()
+    value = value.reshape((1,) * (dimensions - value.dim()) + tuple(value.shape)).unsqueeze(out.dim)
+    sizes = list(value.shape)
+    sizes[out.dim] = n  # [..., sample, 1, ...]: one copy for each sample, no memory
+    leaf = value.expand(sizes).detach().requires_grad_()
+    own = tuple(argument.shape)
+    m.tape.leaf(leaf, source, lambda g: Dense(wide(g.movedim(out.dim, 0).reshape(n, *own))))
+    sizes[out.dim + 1] = out.factor
+    return leaf.expand(sizes).flatten(out.dim, out.dim + 1)
+
+
+def biased_attention(
+    m: Meeting, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """F.scaled_dot_product_attention with a trained bias [head, query, key] as its mask."""
+    if attn_mask is None or any(m.source(t) is not None for t in (query, key, value)):
+        return by_vmap(m)
+    m.tape.site(_found(m), m.call.label, None)
+    bias = _spread(m, attn_mask, dimensions=query.dim())
+    return F.scaled_dot_product_attention(query, key, value, bias, *rest, **options)
 
 
 def repeated(m: Meeting) -> Tensor:
@@ -607,6 +619,7 @@ LAYERS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys([F.group_norm, torch.group_norm], group_norm),
     F.instance_norm: instance_norm,
     F.batch_norm: batch_norm,
+    F.scaled_dot_product_attention: biased_attention,
     recurrent.lstm: recurrence,
     recurrent.gru: recurrence,
 }
@@ -619,6 +632,6 @@ def meet(m: Meeting) -> Any:
         return handler(m, *m.args, **m.kwargs)
     if m.call.label in ELEMENTWISE:
         return elementwise(m)
-    if m.call.label in REPEATING and all(rows is None for rows in m.call.arguments):
+    if m.call.label in REPEATING and len(_found(m)) == 1:
         return repeated(m)
     return by_vmap(m)

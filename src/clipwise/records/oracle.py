@@ -49,5 +49,7 @@ def per_sample(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
     rows = batch_size(batch)
     found = [grad(one)(parameters, mapped(batch, functools.partial(_row, index=i))) for i in range(rows)]
     if not found:
-        return written({name: torch.zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
-    return written({name: torch.stack([g[name] for g in found]) for name in parameters}, parameters)
+        return written({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
+    # a sparse embedding's gradient is sparse
+    each = {name: torch.stack([g[name].to_dense() for g in found]) for name in parameters}
+    return written(each, parameters)

@@ -47,6 +47,9 @@ class _Lstm(torch.autograd.Function):
         ctx: Any, ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor
     ) -> tuple[Tensor, Tensor]:
         size = h.shape[-1]
+        h, c, weight = (
+            t.to(ahead.dtype) for t in (h, c, weight)
+        )  # under autocast the product that made ahead is narrow
         hs, cs, tanhs, gates = [], [c], [], []
         turned = weight.t()
         for x in (ahead if bias is None else ahead + bias).unbind(0):
@@ -93,7 +96,9 @@ class _Gru(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
-        size, first = h.shape[-1], h
+        size = h.shape[-1]
+        first, weight = h.to(ahead.dtype), weight.to(ahead.dtype)
+        h, bias = first, None if bias is None else bias.to(ahead.dtype)
         hs, zs, ns, inner = [], [], [], []
         turned = weight.t()
         for x in ahead.unbind(0):

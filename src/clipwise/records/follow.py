@@ -1,0 +1,230 @@
+"""How a user's unmodified model is followed through its forward pass.
+
+Receives: a model's calls, one by one, through a torch-function mode.
+Gives: a Plan (where each call that touches a parameter holds samples), and with it a Tape of one real pass.
+
+A *scouting* pass is made twice, the second time with more samples: what changed size holds samples ([sample, …],
+[time, sample, …], [sample · time, …]); what did not is made of parameters alone. Nothing is hooked or patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from clipwise.records.composites import COMPOSITES
+from clipwise.records.layers import Meeting, meet, mixing, refuse_embedding
+from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, tensors
+from clipwise.types import InputError, Refused
+
+Plan = tuple[Call, ...]
+
+
+class PathChanged(InputError):
+    """The model made other calls than its plan says."""
+
+
+# Calls that only look at a tensor, or turn it: how often a model makes them is no part of its path.
+_QUERIES = frozenset("__get__ size dim numel stride data_ptr is_contiguous is_floating_point element_size".split())
+
+
+class Follow(TorchFunctionMode):
+    """Sees every call, knows which tensors are made of parameters alone, and takes composite functions apart."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.sources = {id(p): Source(p, frozenset([name])) for name, p in parameters.items()}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any = None) -> Any:
+        """Make one call, noting what it does with parameters."""
+        kwargs = kwargs or {}
+        touches = self.touches(args, kwargs)
+        if getattr(function, "__name__", "") in _QUERIES:
+            return self.derive(function, args, kwargs) if touches else function(*args, **kwargs)
+        if not touches:
+            return self.other(function, args, kwargs)
+        if function in (F.embedding, F.embedding_bag):
+            self.refuse(function, args, kwargs)
+        composite = COMPOSITES.get(function)
+        if composite is not None:
+            return composite(self, *args, **kwargs)
+        return self.touch(function, args, kwargs)
+
+    def refuse(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> None:
+        """Stop before a look-up that would change the table."""
+        given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
+        source = self.sources.get(id(given.get("weight")))
+        names = ", ".join(sorted(source.names)) if source else "table"
+        refuse_embedding(names, given.get("max_norm"), given.get("scale_grad_by_freq", False))
+
+    def touches(self, args: tuple[Any, ...], kwargs: Any) -> bool:
+        """Whether anything made of parameters is among the arguments."""
+        return any(id(t) in self.sources for t in tensors(args, kwargs))
+
+    def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call without parameters."""
+        return function(*args, **kwargs)
+
+    def touch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call with parameters."""
+        raise AssertionError
+
+    def derive(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run a call whose tensors are all made of parameters or fixed: so is its result."""
+        result = function(*args, **kwargs)
+        found = [self.sources[id(t)] for t in tensors(args, kwargs) if id(t) in self.sources]
+        names = frozenset(name for source in found for name in source.names)
+        for tensor in tensors(result):
+            # without a gradient (detach, no_grad) it is a constant, as for any autograd
+            if tensor.requires_grad and id(tensor) not in self.sources:
+                self.sources[id(tensor)] = _derived(function, args, kwargs, tensor, names, found)
+        return result
+
+
+_TRANSPOSES = ("t", "transpose", "swapaxes", "__get__")  # __get__: the properties T and mT
+
+
+def _derived(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, made: Tensor, names: frozenset[str], found: Any
+) -> Source:
+    first = found[0]
+    plain = len(found) == 1 and first.tensor.is_leaf
+    if plain and first.tensor.dim() == 2 and made.dim() == 2 and _is_transpose(function, made, first.tensor):
+        return Source(made, names, flipped=True)
+    if plain and function is F.embedding and len(args) > 1 and args[1] is first.tensor:
+        padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
+        return Source(made, names, lookup=Lookup(args[0], padding))
+    return Source(made, names)
+
+
+def _is_transpose(function: Callable[..., Any], made: Tensor, of: Tensor) -> bool:
+    name = getattr(function, "__name__", "")
+    return name in _TRANSPOSES and made.shape == of.shape[::-1] and made.stride() == of.stride()[::-1]
+
+
+def _picks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    name = getattr(function, "__name__", "")
+    masks = name == "__getitem__" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors(*args[1:]))
+    return masks or name in ("masked_select", "nonzero", "argwhere")
+
+
+@dataclass
+class _Sizes:
+    """One call of a scouting pass."""
+
+    function: Callable[..., Any]
+    arguments: list[torch.Size]
+    outputs: list[torch.Size]
+
+
+class Scout(Follow):
+    """First pass: writes down the sizes of every call."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(parameters)
+        self.log: list[_Sizes] = []
+        self.picked = False  # whether entries were picked by a mask, so that samples may have unequally many
+
+    def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Any call."""
+        self.picked = self.picked or _picks(function, args)
+        before = [t.shape for t in tensors(args, kwargs)]
+        result = function(*args, **kwargs)
+        self.log.append(_Sizes(function, before, [t.shape for t in tensors(result)]))
+        return result
+
+    touch = other
+
+
+class Compare(Scout):
+    """Second pass, with one more sample: what changed size holds samples."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], log: Sequence[_Sizes], few: int, more: int) -> None:
+        super().__init__(parameters)
+        self.first, self.few, self.more = log, few, more
+        self.plan: list[Call] = []
+
+    def touch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call with parameters: one entry of the plan."""
+        index = len(self.log)
+        result = super().other(function, args, kwargs)
+        call = self._call(self.first[index] if index < len(self.first) else None, self.log[index])
+        if self.picked and any(rows is not None and rows.factor > 1 for rows in call.arguments):
+            raise InputError(
+                f"{call.label} gets entries of all samples in one dimension after some were picked by a mask, so it is "
+                "not known which sample each belongs to; keep samples padded to one length, and mask the loss"
+            )
+        self.plan.append(call)
+        return self.derive(lambda *_, **__: result, args, kwargs) if _fixed(call) else result
+
+    def _call(self, before: _Sizes | None, now: _Sizes) -> Call:
+        if (
+            before is None
+            or before.function != now.function
+            or len(before.arguments) != len(now.arguments)
+            or len(before.outputs) != len(now.outputs)
+        ):
+            raise PathChanged(
+                f"the model takes a different path for {self.few} samples than for {self.more}; expected the same "
+                "calls for every batch size; use clipwise.oracle.per_sample for such a model"
+            )
+        label = getattr(now.function, "__name__", str(now.function))
+        return Call(
+            now.function,
+            tuple(self._rows(a, b, label) for a, b in zip(before.arguments, now.arguments, strict=True)),
+            tuple(self._rows(a, b, label) for a, b in zip(before.outputs, now.outputs, strict=True)),
+        )
+
+    def _rows(self, few: torch.Size, more: torch.Size, label: str) -> Rows | None:
+        if few == more:
+            return None
+        changed = [d for d in range(min(len(few), len(more))) if few[d] != more[d]]
+        if len(few) != len(more) or len(changed) != 1:
+            raise Refused(mixing(label))
+        dim = changed[0]
+        factor, left = divmod(few[dim], self.few)
+        if left or more[dim] != factor * self.more:
+            raise Refused(mixing(label))
+        return Rows(dim, factor)
+
+
+def _fixed(call: Call) -> bool:
+    return all(rows is None for rows in (*call.arguments, *call.outputs))
+
+
+class Record(Follow):
+    """The real pass: taps are attached where the plan says that parameters meet samples."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], plan: Plan, samples: int) -> None:
+        super().__init__(parameters)
+        self.plan = iter(plan)
+        self.tape = Tape(samples)
+
+    def touch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call with parameters, by the next entry of the plan."""
+        call = next(self.plan, None)
+        given = list(tensors(args, kwargs))
+        if call is None or call.function != function or len(call.arguments) != len(given):
+            raise PathChanged(
+                f"the model took another path than before (at {getattr(function, '__name__', function)}); expected "
+                "the same calls for every batch; use clipwise.oracle.per_sample for such a model"
+            )
+        if _fixed(call):
+            return self.derive(function, args, kwargs)
+        for tensor, rows in zip(given, call.arguments, strict=True):
+            if rows is not None and tensor.shape[rows.dim] != rows.factor * self.tape.samples:
+                raise PathChanged(
+                    f"{call.label} got {tensor.shape[rows.dim]} rows for {self.tape.samples} samples, expected "
+                    f"{rows.factor} for each; pad samples to one length, or use clipwise.oracle.per_sample"
+                )
+        return meet(Meeting(self.tape, call, self.sources, args, kwargs))

@@ -1,0 +1,307 @@
+"""Noise on the GPU: the cipher, the distribution, the addition, and which key each call gets.
+
+Receives: a CUDA device, or Triton's interpreter on the CPU where TRITON_INTERPRET=1 is set and Triton is installed.
+Gives: the kernel against RFC 8439 and against its twin in plain torch; the rest needs neither device nor Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from clipwise import gpu_noise, randomness
+from clipwise.gpu_noise import keystream, noisy
+from clipwise.noise import release
+from clipwise.randomness import SecureStream, SeededStream, Stream
+from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
+
+KEY, NONCE = bytes(range(32)), 7  # the key of RFC 8439's test vectors
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+SIZES = [1, 2, 3, 4, 5, 127, 513, 2049]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernel runs: the interpreter takes its time per program, so that there programs are larger."""
+    if INTERPRETED:
+        monkeypatch.setattr(gpu_noise, "_THREADS", 1 << 13)
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA, or TRITON_INTERPRET=1 and Triton")
+    return "cuda"
+
+
+def keystream_words(key: bytes, nonce: int, blocks: int) -> Tensor:
+    """The twin: ChaCha20 in int64 arithmetic cut to 32 bits. [block, 16]."""
+    packed = b"expand 32-byte k" + key + bytes(4) + nonce.to_bytes(12, "little")
+    start = torch.frombuffer(bytearray(packed), dtype=torch.int32).long().repeat(blocks, 1) & 0xFFFFFFFF
+    start[:, 12] = torch.arange(blocks)
+    x = list(start.unbind(1))
+    columns = [(i, 4 + i, 8 + i, 12 + i) for i in range(4)]
+    diagonals = [(i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4) for i in range(4)]
+    for a, b, c, d in 10 * (columns + diagonals):
+        for to, add, turn, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            x[to] = (x[to] + x[add]) & 0xFFFFFFFF
+            mixed = x[turn] ^ x[to]
+            x[turn] = (mixed << by | mixed >> (32 - by)) & 0xFFFFFFFF
+    return (torch.stack(x, 1) + start) & 0xFFFFFFFF
+
+
+def normals(words: Tensor, size: int) -> Tensor:
+    """The twin's normals, with the library's sine and cosine: block b makes the numbers b + j · blocks."""
+    low, high = words.view(-1, 8, 2).unbind(2)
+    uniforms = ((high & 0x1FFFFF) << 32 | low).double() * 2.0**-53  # [block, 8]
+    u, v, s, t = uniforms.view(-1, 2, 4).unbind(2)  # [block, 2]
+    first, second = (-torch.log1p(-u)).sqrt(), (-torch.log1p(-v)).sqrt()
+    sums = [first * f(2 * math.pi * s) + second * f(2 * math.pi * t) for f in (torch.cos, torch.sin)]
+    return torch.stack(sums, 2).view(-1, 4).T.reshape(-1)[:size]
+
+
+def draw(device: str, size: int, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
+    return noisy(torch.zeros(size, dtype=torch.float64, device=device), 1.0, key, nonce).cpu()
+
+
+def unsigned(words: Tensor) -> Tensor:
+    return words.cpu().long() & 0xFFFFFFFF
+
+
+def test_the_kernel_s_keystream_is_that_of_rfc_8439_section_2_3_2(device: str) -> None:
+    nonce = int.from_bytes(bytes.fromhex("000000090000004a00000000"), "little")
+    block = keystream(KEY, nonce, 2, device)[1].cpu()  # the section's counter is 1
+    assert block.numpy().tobytes().hex() == (
+        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
+    )
+
+
+@pytest.mark.parametrize("nonce", [0, 1, 1 << 40, (1 << 96) - 1])
+def test_the_twin_s_keystream_is_the_cipher_s(nonce: int) -> None:
+    block = bytearray(64 * 100)
+    randomness.keystream(KEY, bytes(4) + nonce.to_bytes(12, "little"), memoryview(block))
+    assert torch.equal(unsigned(torch.frombuffer(block, dtype=torch.int32)), keystream_words(KEY, nonce, 100).view(-1))
+
+
+@pytest.mark.parametrize("nonce", [0, 1, 1 << 40, (1 << 96) - 1])
+@pytest.mark.parametrize("key", [bytes(32), b"\xff" * 32, KEY])
+def test_the_kernel_s_keystream_is_the_twin_s(device: str, key: bytes, nonce: int) -> None:
+    assert torch.equal(unsigned(keystream(key, nonce, 300, device)), keystream_words(key, nonce, 300))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_kernel_s_normals_are_the_twin_s(device: str, size: int) -> None:
+    expected = normals(keystream_words(KEY, NONCE, -(-size // 4)), size)
+    torch.testing.assert_close(draw(device, size), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_the_numbers_do_not_depend_on_the_program_s_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = draw(device, 999)
+    monkeypatch.setattr(gpu_noise, "_THREADS", 32)
+    assert torch.equal(draw(device, 999), large)
+
+
+def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(device: str) -> None:
+    count = 400_000
+    values = draw(device, count)
+    assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
+    # five standard errors each; the key is fixed, so that the outcome is too
+    assert abs(float(values.mean())) < 5 / math.sqrt(count)
+    assert abs(float(values.var()) - 1) < 5 * math.sqrt(2 / count)
+    assert abs(float((values**3).mean())) < 5 * math.sqrt(15 / count)
+    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / count)
+    assert stats.binomtest(int((values.abs() > 3.5).sum()), count, 2 * stats.norm.sf(3.5)).pvalue > 1e-6
+
+
+def test_the_four_numbers_of_a_block_and_neighbours_are_not_correlated_nor_are_their_squares(device: str) -> None:
+    values = draw(device, 200_000)
+    for lag in (1, 50_000, 100_000, 150_000):  # 50 000 blocks
+        for series in (values, (values**2 - 1) / math.sqrt(2)):
+            pairs = series[:-lag] * series[lag:]
+            assert abs(float(pairs.mean())) < 6 / math.sqrt(len(pairs))
+
+
+def test_calls_with_another_key_or_nonce_are_independent_and_the_same_ones_repeat(device: str) -> None:
+    first = draw(device, 40_000)
+    assert torch.equal(draw(device, 40_000), first)
+    for other in (draw(device, 40_000, nonce=NONCE + 1), draw(device, 40_000, key=bytes(32))):
+        for power in (1, 2):
+            correlation = float(torch.corrcoef(torch.stack([first**power, other**power]))[0, 1])
+            assert abs(correlation) < 6 / math.sqrt(40_000)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 0.1, 3.0, 1e30])
+def test_the_scale_keeps_all_its_digits(device: str, scale: float) -> None:
+    value = torch.zeros(100, dtype=torch.float64, device=device)
+    torch.testing.assert_close(noisy(value, scale, KEY, NONCE).cpu(), scale * draw(device, 100), rtol=1e-15, atol=0)
+
+
+def test_noise_is_added_in_float64_and_only_the_noisy_sum_is_rounded(device: str) -> None:
+    secret = 100 * torch.randn(1000, generator=torch.Generator().manual_seed(7))
+    noise = 0.3 * draw(device, 1000)
+    once, twice = (secret.double() + noise).float(), secret + noise.float()
+    got = noisy(secret.to(device), 0.3, KEY, NONCE).cpu()
+    assert got.dtype == torch.float32
+    assert torch.equal(got, once) and not torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (7, 11), (5, 3, 2)])
+def test_shape_and_format_are_kept_and_the_secret_is_left_alone(
+    device: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    secret = torch.ones(shape, dtype=dtype, device=device)
+    out = noisy(secret, 1.0, KEY, NONCE)
+    assert out.shape == secret.shape and out.dtype == dtype and out.device == secret.device
+    assert bool((secret == 1).all()) and bool((out != 1).all()) and bool(out.isfinite().all())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nothing_is_written_beyond_the_last_number(device: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = torch.full((4 * size + 64,), 5.0, device=device)
+    monkeypatch.setattr(torch, "empty_like", lambda value, **_: room[:size])
+    noisy(torch.zeros(size, device=device), 1.0, KEY, NONCE)
+    assert bool((room[size:] == 5).all()) and bool((room[:size] != 5).all())
+
+
+def test_a_view_with_gaps_gets_the_noise_of_its_copy(device: str) -> None:
+    whole = torch.arange(60.0, device=device).view(6, 10)
+    for view in (whole.T, whole[::2, 1::3], whole[0].expand(4, 10)):
+        assert torch.equal(noisy(view, 2.0, KEY, NONCE), noisy(view.clone().contiguous(), 2.0, KEY, NONCE))
+
+
+def test_the_key_does_not_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+    original = torch.frombuffer
+
+    class Kept:
+        def __init__(self, host: Tensor) -> None:
+            self.host = host
+
+        def to(self, *args: Any, **kwargs: Any) -> Tensor:
+            kept.append(self.host.to(*args, **kwargs))
+            return kept[-1]
+
+    monkeypatch.setattr(torch, "frombuffer", lambda *args, **kwargs: Kept(original(*args, **kwargs)))
+    draw(device, 10)
+    assert len(kept) == 1 and len(kept[0]) == 72 and not bool(kept[0].any())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_cuda_graph_which_would_repeat_its_noise_is_refused() -> None:
+    value = torch.zeros(10, device="cuda")
+    noisy(value, 1.0, KEY, NONCE)
+    with pytest.raises(Refused, match="outside the graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        noisy(value, 1.0, KEY, NONCE)
+
+
+def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(gpu_noise, "_kernels", gpu_noise._kernels.__wrapped__)
+    with pytest.raises(InputError, match="pip install triton"):
+        noisy(torch.zeros(3), 1.0, KEY, NONCE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"value": torch.zeros(3, dtype=torch.bfloat16)}, "float32 or float64"),
+        ({"value": torch.zeros(3, dtype=torch.long)}, "float32 or float64"),
+        ({"value": torch.zeros(1).expand((1 << 34) + 1)}, "split the tensor"),
+        ({"scale": 0.0}, "scale"),
+        ({"scale": math.nan}, "scale"),
+        ({"key": bytes(31)}, "32 bytes"),
+        ({"nonce": -1}, "nonce"),
+        ({"nonce": 1 << 96}, "nonce"),
+    ],
+)
+def test_bad_input_is_an_input_error(wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None))
+    with pytest.raises(InputError, match=message):
+        noisy(**{"value": torch.zeros(3), "scale": 1.0, "key": KEY, "nonce": NONCE, **wrong})
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on CUDA, to see where it is sent on a machine that has none."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bytes, int]]:
+    """Scale, key and nonce of every call of the kernel, which adds nothing."""
+    made: list[tuple[float, bytes, int]] = []
+
+    def record(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
+        made.append((scale, key, nonce))
+        return value.clone()
+
+    monkeypatch.setattr(gpu_noise, "noisy", record)
+    return made
+
+
+def test_every_cuda_tensor_of_a_secure_stream_has_a_fresh_key(calls: list[tuple[float, bytes, int]]) -> None:
+    stream = SecureStream()
+    for step in range(3):
+        stream.noisy(torch.zeros(2).as_subclass(OnCuda), 1.0)
+        stream.at(step).noisy(torch.zeros(2).as_subclass(OnCuda), 1.0)
+    assert len({key for _, key, _ in calls}) == 6 and all(len(key) == 32 for _, key, _ in calls)
+
+
+def test_cuda_tensors_of_a_seeded_stream_repeat_with_seed_and_step_and_share_no_nonce(
+    calls: list[tuple[float, bytes, int]],
+) -> None:
+    value = torch.zeros(2).as_subclass(OnCuda)
+    streams = [SeededStream(1), SeededStream(1).at(0), SeededStream(1).at(1), SeededStream(2).at(0)]
+    for stream in (*streams, SeededStream(1).at(1)):
+        for _ in range(3):
+            stream.noisy(value, 1.0)
+    assert calls[6:9] == calls[12:]  # the same seed and step
+    others = {(key, nonce) for _, key, nonce in calls[:12]}
+    assert len(others) == 12
+    for use in (0, 1):  # nor do the CPU's uniforms and normals of the same step
+        key, nonce = SeededStream(1).at(1)._next(use)
+        assert (key, int.from_bytes(nonce[4:], "little")) not in others
+
+
+def test_a_release_sends_each_cuda_tensor_to_the_kernel_and_the_rest_keeps_its_numbers(
+    calls: list[tuple[float, bytes, int]],
+) -> None:
+    here, there = torch.ones(3, 2), torch.ones(4).as_subclass(OnCuda)
+    parts = (Part({"a": there, "b": here}, 0.5, 0.25), Part({"c": there, "d": torch.tensor(2.0)}, 3.0, 0.75))
+    released = release(PrivateSum(parts), PoissonGaussian(2.0, 0.1), SeededStream(5)).gradient
+    scales = [2.0 * 0.5 / math.sqrt(0.25), 2.0 * 3.0 / math.sqrt(0.75)]
+    assert [scale for scale, _, _ in calls] == scales and len({nonce for _, _, nonce in calls}) == 2
+    noise = SeededStream(5).normal([7])
+    assert torch.equal(released["b"], (here.double() + scales[0] * noise[:6].view(3, 2)).float())
+    assert torch.equal(released["d"], (2.0 + scales[1] * noise[6]).float())
+
+
+@pytest.mark.parametrize("stream", [SeededStream(3), SecureStream()])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_on_the_cpu_a_stream_s_noise_is_its_normals_added_in_float64(stream: Stream, dtype: torch.dtype) -> None:
+    value = torch.full((40, 50), 3.0, dtype=dtype)
+    out = stream.noisy(value, 0.5)
+    assert out.dtype == dtype and out.shape == value.shape and bool((value == 3).all())
+    if dtype != torch.bfloat16:  # whose rounding shows in the distribution
+        assert stats.kstest((out.double().flatten() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
+    if isinstance(stream, SeededStream):
+        expected = value.double() + 0.5 * SeededStream(3).at(2).normal([40, 50])
+        assert torch.equal(SeededStream(3).at(2).noisy(value, 0.5), expected.to(dtype))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_stream_s_noise_on_cuda_is_normal_and_stays_there() -> None:
+    value = torch.full((200, 500), 3.0, device="cuda")
+    draws = [SecureStream().noisy(value, 0.5) for _ in range(2)]
+    assert all(out.is_cuda and out.shape == value.shape for out in draws) and not torch.equal(*draws)
+    for out in draws:
+        assert stats.kstest((out.double().flatten().cpu() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
+    repeated = [SeededStream(3).at(1).noisy(value, 0.5) for _ in range(2)]
+    assert torch.equal(*repeated) and not torch.equal(repeated[0], SeededStream(3).at(2).noisy(value, 0.5))
