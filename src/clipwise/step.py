@@ -19,6 +19,8 @@ from clipwise.types import Gradient, Part, PrivateSum
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
 MARGIN = 64 * torch.finfo(torch.float32).eps
+# On a GPU products may round their operands to TF32, which keeps 10 bits.
+GPU_MARGIN = 2.0**-9
 # Squares below float32's smallest normal number are lost: of 1e10 entries, this much of a norm.
 LOST = 1e5 * torch.finfo(torch.float32).tiny ** 0.5
 
@@ -72,4 +74,4 @@ def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:
     for block, norm in zip(blocks, norms.unbind(1), strict=True):
         most, weight = block.bound / (norm + LOST), block.weigh(norm)
         columns.append(torch.where((norm > 0) & weight.isfinite(), weight.clamp(-most, most), 0.0))
-    return torch.stack(columns, 1) / (1 + MARGIN)
+    return torch.stack(columns, 1) / (1 + (GPU_MARGIN if norms.is_cuda else MARGIN))

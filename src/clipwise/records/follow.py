@@ -133,11 +133,9 @@ class Scout(Follow):
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
         self.log: list[_Sizes] = []
-        self.picked = False  # whether entries were picked by a mask, so that samples may have unequally many
 
     def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Any call."""
-        self.picked = self.picked or _picks(function, args)
         before = [t.shape for t in tensors(args, kwargs)]
         result = function(*args, **kwargs)
         self.log.append(_Sizes(function, before, [t.shape for t in tensors(result)]))
@@ -153,13 +151,27 @@ class Compare(Scout):
         super().__init__(parameters)
         self.first, self.few, self.more = log, few, more
         self.plan: list[Call] = []
+        # tensors with as many entries as the data's values say, of all samples in one dimension
+        self.picked: dict[int, Tensor] = {}
+
+    def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Any call: what a mask of the samples' own picked is remembered, and what has as many entries since."""
+        index, given = len(self.log), list(tensors(args, kwargs))
+        result = super().other(function, args, kwargs)
+        # a mask that is the same for all samples keeps its size in both passes, and picks equally many of each
+        same = index < len(self.first) and self.first[index].arguments[1:] == self.log[index].arguments[1:]
+        picks = _picks(function, args) and not (same and len(given) > 1)
+        lengths = {len(t) for t in given if id(t) in self.picked}
+        self.picked |= {id(t): t for t in tensors(result) if t.dim() and (picks or len(t) in lengths)}
+        return result
 
     def touch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call with parameters: one entry of the plan."""
         index = len(self.log)
-        result = super().other(function, args, kwargs)
+        picked = any(id(t) in self.picked for t in tensors(args, kwargs))
+        result = self.other(function, args, kwargs)
         call = self._call(self.first[index] if index < len(self.first) else None, self.log[index])
-        if self.picked and any(rows is not None and rows.factor > 1 for rows in call.arguments):
+        if picked:
             raise InputError(
                 f"{call.label} gets entries of all samples in one dimension after some were picked by a mask, so it is "
                 "not known which sample each belongs to; keep samples padded to one length, and mask the loss"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner
+from clipwise.records.kernels import convolution_sq_norm
 
 
 class Record(Protocol):
@@ -236,13 +237,15 @@ class Convolution:
             self.b.shape[1] // groups,
             blocks=groups,
             raw_inputs=self.x[0].numel(),
+            kernel=self.x.is_cuda and self.x.dim() == 4 and self.x.dtype == self.b.dtype,
         )
 
     def sq_norm(self) -> Tensor:
         """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
-        if self.form.name == "gram":
-            return self.unfolded().sq_norm()
-        return _streamed_sq_norm(self)
+        form, g = self.form.name, self.geometry
+        if form == "fused":
+            return convolution_sq_norm(self.x, self.b, g.stride, g.padding, g.dilation, g.shape[2:], g.groups)
+        return self.unfolded().sq_norm() if form == "gram" else _streamed_sq_norm(self)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""

@@ -100,7 +100,7 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        a = by_sample(x, rows, n).detach().reshape(n, 1, -1, x.shape[-1])
+        a = as_seen(by_sample(x, rows, n).detach().reshape(n, 1, -1, x.shape[-1]), output)
         positions, p, q = a.shape[2], a.shape[3], features
         form = planner.choose(positions, p, q)
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
@@ -121,6 +121,11 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     out_rows = m.out
     keep = lambda b: wide(by_sample(b, out_rows, n)).reshape(n, -1, features).sum(1)  # noqa: E731
     return m.tap(output, saved, [*wants, _summed(m.source(bias), output, out_rows, keep)])
+
+
+def as_seen(x: Tensor, output: Tensor) -> Tensor:
+    """The input in the format that the product saw: under autocast it was narrowed first, and so is its gradient's."""
+    return x.to(output.dtype) if output.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _identity(b: Tensor, *_: Tensor) -> Tensor:
@@ -206,7 +211,7 @@ def _convolved(
     m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, output: Tensor, *, transposed: bool
 ) -> Tensor:
     n, factor, source = m.samples, m.out.factor, m.source(weight)
-    x = x.detach()
+    x = as_seen(x.detach(), output)
     wants, saved = list[Want | None](), list[Tensor]()
     if source is not None:
 

@@ -1,4 +1,4 @@
-"""How each layer's norm is computed: Gram form, written out, or written out a few samples at a time.
+"""How each layer's norm is computed: Gram form, written out at once or a few samples at a time, or by a kernel.
 
 Receives: the shape of one weight's records: positions, features in, features out.
 Gives: a Form, with the counted costs that led to it; the same choice for the same shape, always.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Name = Literal["gram", "written", "streamed"]
+Name = Literal["gram", "written", "streamed", "fused"]
 
 # Per-sample gradients written out a piece at a time should stay in a core's cache: this many floats.
 STREAM_FLOATS = 1 << 20
@@ -28,11 +28,13 @@ class Form:
     written_floats: int  # what the written gradient occupies
 
 
-def choose(positions: int, inputs: int, outputs: int, *, blocks: int = 1, raw_inputs: int | None = None) -> Form:
+def choose(
+    positions: int, inputs: int, outputs: int, *, blocks: int = 1, raw_inputs: int | None = None, kernel: bool = False
+) -> Form:
     """The cheapest form for ``blocks`` products of [positions, inputs]ᵀ [positions, outputs].
 
     ``raw_inputs`` is the layer input's floats per sample where that differs from positions × inputs (convolutions,
-    whose unfolded input repeats every value).
+    whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything.
     """
     gram = blocks * positions**2 * (inputs + outputs)
     product = blocks * positions * inputs * outputs
@@ -40,6 +42,8 @@ def choose(positions: int, inputs: int, outputs: int, *, blocks: int = 1, raw_in
     floats = blocks * inputs * outputs
     # Gram and streamed forms need the product once more, for the weighted sum; a written gradient is only read again.
     costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
+    if kernel:  # not compared with Gram: on a GPU that would unfold the input in memory
+        costs = {"fused": 2 * product}
     if floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
         costs["written"] = product + TRAFFIC * floats
     name = min(costs, key=lambda form: costs[form])
