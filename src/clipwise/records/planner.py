@@ -42,9 +42,9 @@ def choose(
     floats = blocks * inputs * outputs
     # Gram and streamed forms need the product once more, for the weighted sum; a written gradient is only read again.
     costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
-    if kernel:  # not compared with Gram: on a GPU that would unfold the input in memory
+    if kernel:  # beside it the others would unfold the input, or write gradients that a GPU's memory is too slow for
         costs = {"fused": 2 * product}
-    if floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
+    elif floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
         costs["written"] = product + TRAFFIC * floats
     name = min(costs, key=lambda form: costs[form])
     return Form(name, gram, product, record, floats)

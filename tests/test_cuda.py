@@ -1,0 +1,141 @@
+"""What runs on a CPU runs on a GPU: the same numbers, and the bound after rounding. Skipped where there is no CUDA."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import clipwise
+from clipwise.methods import flat, normalised
+from clipwise.records import Capture, oracle, trainable
+from clipwise.records.compiled import CompiledCapture
+from clipwise.step import private_sum, weigh
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+N = 6
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+class Text(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(5, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.memory, self.head = nn.LSTM(8, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.memory(self.layer(self.table(ids) + self.places))[0][:, -1])
+
+
+def pictures() -> tuple[nn.Module, Any]:
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()]
+    depthwise = [nn.Conv2d(32, 32, 3, groups=32), nn.Tanh(), nn.Conv2d(32, 8, 1), nn.Flatten(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers, *depthwise), (torch.randn(N, 3, 7, 7), torch.randint(0, 3, (N,)))
+
+
+def words() -> tuple[nn.Module, Any]:
+    return Text(), (torch.randint(0, 11, (N, 5)), torch.randint(0, 3, (N,)))
+
+
+def moved(batch: Any, dtype: torch.dtype) -> Any:
+    return tuple(t.to("cuda", dtype if t.is_floating_point() else t.dtype) for t in batch)
+
+
+@pytest.fixture(params=[pictures, words], ids=["pictures", "words"])
+def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    made: tuple[nn.Module, Any] = request.param()
+    return made
+
+
+@pytest.fixture(params=[True, False], ids=["TF32", "float32"])
+def tf32(request: pytest.FixtureRequest) -> Any:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = request.param
+    yield request.param
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_in_float64_norms_and_sums_are_the_oracle_s(case: Any) -> None:
+    model, batch = case
+    slow = oracle.per_sample(
+        copy.deepcopy(model).double(), loss, tuple(t.double() if t.is_floating_point() else t for t in batch)
+    )
+    fast = Capture(model.to("cuda").double(), loss)(moved(batch, torch.float64))
+    assert torch.allclose(fast.norms().cpu(), slow.norms(), rtol=1e-8)
+    weights = torch.rand(N, dtype=torch.float64)
+    first, second = fast.weighted_sum(weights.cuda()), slow.weighted_sum(weights)
+    assert all(torch.allclose(first[n].cpu(), second[n], rtol=1e-7, atol=1e-10) for n in second)
+
+
+def test_graphs_give_the_eager_numbers_and_follow_parameters_and_batches(case: Any, tf32: bool) -> None:
+    model, batch = case
+    model.to("cuda")
+    names = tuple(trainable(model))
+    compiled, eager = CompiledCapture(model, loss, N, [names]), Capture(model, loss)
+    for samples in (N, 4):
+        part = tuple(t[:samples] for t in moved(batch, torch.float32))
+        fast, slow = compiled(part), eager(part)
+        close = 5e-3 if tf32 else 1e-4
+        assert torch.allclose(fast.norms([names]), slow.norms([names]), rtol=close)
+        weights = torch.rand(samples, 1, device="cuda")
+        first, second = fast.weighted_sum(weights, [names]), slow.weighted_sum(weights, [names])
+        for name in names:
+            assert (
+                torch.linalg.vector_norm(first[name] - second[name])
+                <= close * torch.linalg.vector_norm(second[name]) + 1e-5
+            )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["as it is", "bfloat16"])
+def test_every_summed_term_keeps_the_bound_after_rounding(case: Any, tf32: bool, narrow: bool) -> None:
+    model, batch = case
+    model.to("cuda")
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
+            return loss(model, batch)
+
+    gradients = Capture(model, losses)(moved(batch, torch.float32))
+    for method in (flat(1e-3), normalised(2.0)):
+        blocks = method.blocks(gradients.names)
+        weights = weigh(blocks, gradients.norms([b.names for b in blocks]))
+        for sample in range(N):
+            alone = torch.zeros_like(weights)
+            alone[sample] = weights[sample]
+            term = gradients.weighted_sum(alone, [b.names for b in blocks])
+            length = torch.sqrt(sum(t.double().square().sum() for t in term.values()))
+            assert float(length) <= method.bound
+
+
+def test_a_private_run_on_the_gpu_counts_and_moves(case: Any) -> None:
+    model, batch = case
+    model.to("cuda")
+    before = [p.detach().clone() for p in model.parameters()]
+    run = clipwise.train(model, loss, batch, noise_multiplier=1.0, steps=2, batch=3, delta=1e-5)
+    assert run.statement.releases == 2 and run.statement.generator == "chacha20"
+    assert all(
+        p.is_cuda and bool(p.isfinite().all()) and not torch.equal(p, q)
+        for p, q in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_a_sum_over_chunks_is_the_sum_over_the_batch(case: Any) -> None:
+    model, batch = case
+    model.to("cuda")
+    capture, parameters, data = Capture(model, loss), trainable(model), moved(batch, torch.float32)
+    whole, _ = private_sum(flat(0.1), parameters, [capture(data)])
+    pieces, _ = private_sum(flat(0.1), parameters, [capture(tuple(t[i : i + 2] for t in data)) for i in range(0, N, 2)])
+    for name, value in whole.parts[0].value.items():
+        assert torch.allclose(value, pieces.parts[0].value[name], rtol=1e-2, atol=1e-4)
