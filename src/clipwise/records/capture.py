@@ -175,7 +175,8 @@ def traced(
 
     def function(parameters: dict[str, Tensor], batch: Batch) -> Any:
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        with _swapped(model, own):
+        # without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have
+        with _swapped(model, own), torch.backends.cudnn.flags(enabled=False):
             return then(recorded(model, loss, batch, plan, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)

@@ -22,8 +22,9 @@ from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced
 from clipwise.records.gradients import Groups, SampleGradients
 from clipwise.records.kinds import Record
 from clipwise.records.tape import mapped, tensors
-from clipwise.types import Batch, Gradient, InputError
+from clipwise.types import Batch, Gradient, InputError, Refused
 
+AGREE = 2e-2  # what fusing may change where a model computes in bfloat16
 Records = Mapping[str, tuple[Record, ...]]
 
 
@@ -118,6 +119,19 @@ class _Graphs:
             graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None)
         )
         self._forward, self._sum, self._values = forward, backward, values
+        self._check(Capture(model, loss)(batch).norms(groups), batch)
+
+    def _check(self, eager: Tensor, batch: Batch) -> None:
+        """Refuse graphs whose norms are not the eager pass's: a compiler's mistake here would be a privacy failure."""
+        for _ in range(3):  # a race or a stale buffer may need more than one run to show
+            norms = self._forward(self._values, batch)[0]
+            finite = eager.isfinite() & norms.isfinite()
+            error = ((norms - eager).abs() / eager.clamp(min=1e-6))[finite]
+            if error.numel() and float(error.max()) > AGREE:
+                raise Refused(
+                    f"the compiled graph's norms differ from the eager pass's by up to {float(error.max()):.1e} of "
+                    f"their size, expected at most {AGREE:.0e}; write compile=False"
+                )
 
     def __call__(self, batch: Batch, samples: int) -> SampleGradients:
         assert self._build is not None

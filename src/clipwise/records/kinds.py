@@ -336,10 +336,9 @@ class Indexed:
             return wide(self.b).new_zeros(self.samples)
         ids, order = self.ids.sort(dim=1, stable=True)
         b = wide(self.b).gather(1, order[:, :, None].expand_as(self.b))
-        starts = torch.ones_like(ids, dtype=torch.bool)
-        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        run = starts.cumsum(1) - 1  # which run of equal ids each position belongs to
-        rows = torch.zeros_like(b).scatter_add_(1, run[:, :, None].expand_as(b), b)
+        changes = torch.nn.functional.pad((ids[:, 1:] != ids[:, :-1]).long(), (1, 0))
+        run = changes.cumsum(1)  # which run of equal ids each position belongs to
+        rows = torch.zeros_like(b).scatter_add(1, run[:, :, None].expand_as(b), b)
         return rows.square().flatten(1).sum(1)
 
     def inner(self, direction: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Gives: the same SampleGradients, every per-sample gradient written out.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,14 @@ def per_sample(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
         return value[0]
 
     rows = batch_size(batch)
+    # cuDNN's recurrent layers have a gradient only in training mode
+    with torch.backends.cudnn.flags(enabled=False):
+        return _stacked(one, parameters, batch, rows)
+
+
+def _stacked(
+    one: Callable[[dict[str, Tensor], Batch], Tensor], parameters: dict[str, Tensor], batch: Batch, rows: int
+) -> SampleGradients:
     found = [grad(one)(parameters, mapped(batch, functools.partial(_row, index=i))) for i in range(rows)]
     if not found:
         return written({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
