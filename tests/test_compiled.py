@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import clipwise
 from clipwise.methods import adaptive, flat, layerwise
 from clipwise.records import Capture, trainable
+from clipwise.records import compiled as compiled_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.step import private_sum
-from clipwise.types import InputError
+from clipwise.types import InputError, Refused
 
 ROWS = 6
 
@@ -70,6 +71,28 @@ def test_it_follows_parameters_that_move(captures: Any) -> None:
         for parameter in compiled.model.parameters():
             parameter.add_(0.05)
     assert torch.allclose(compiled(batch(3)).norms(groups), eager(batch(3)).norms(groups), rtol=1e-10)
+
+
+def test_it_follows_parameters_whose_memory_is_another(captures: Any) -> None:
+    _, compiled, eager, groups = captures
+    for parameter in compiled.model.parameters():
+        parameter.data = parameter.data * 1.1  # as a recurrent layer does when it flattens its weights
+    assert torch.allclose(compiled(batch(3)).norms(groups), eager(batch(3)).norms(groups), rtol=1e-10)
+
+
+def test_a_graph_that_disagrees_with_the_eager_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = compiled_module._ready
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        run = real(*given, **named)
+        return lambda *arguments: (lambda out: (1.1 * out[0], *out[1:]) if isinstance(out, tuple) else out)(
+            run(*arguments)
+        )
+
+    monkeypatch.setattr(compiled_module, "_ready", wrong)
+    net = model()
+    with pytest.raises(Refused, match="compile=False"):
+        CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})(batch(ROWS))
 
 
 def test_the_private_sum_is_the_eager_one_also_with_a_sample_that_is_not_finite(captures: Any) -> None:

@@ -220,10 +220,10 @@ def test_epsilon_counts_what_an_earlier_ledger_holds() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"epsilon": 3.0}, "either epsilon or noise_multiplier"),
-        ({"noise_multiplier": None}, "either epsilon or noise_multiplier"),
-        ({"epochs": 3}, "either epochs or steps"),
-        ({"steps": None}, "either epochs or steps"),
+        ({"epsilon": 3.0}, "one of epsilon or noise_multiplier"),
+        ({"noise_multiplier": None}, "one of epsilon or noise_multiplier"),
+        ({"epochs": 3}, "one of epochs or steps"),
+        ({"steps": None}, "one of epochs or steps"),
         ({"steps": 0}, "steps"),
         ({"steps": 2.5}, "steps"),
         ({"steps": True}, "steps"),
@@ -352,6 +352,30 @@ def test_resuming_without_a_run_is_an_error(folder: str | None, tmp_path: Path) 
 
 
 # Interruption
+
+
+def test_a_step_of_the_optimizer_that_is_not_the_run_s_own_is_refused() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(20, 4), torch.randint(0, 3, (20,))
+    before = theta(model)
+
+    def make() -> Any:
+        return cw.make_private(model, optimizer, (x, y), noise_multiplier=1.0, steps=2, batch=5)
+
+    private = make()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(Refused, match="private.step"):
+        optimizer.step()
+    assert torch.equal(before, theta(model))
+    optimizer.zero_grad()
+    for batch in private.batches():
+        private.step(batch)
+    with pytest.raises(Refused, match="private.step"):  # after the last batch too
+        optimizer.step()
+    again = make()  # a second run of the same optimizer takes the first one's place
+    again.step(next(again.batches()))
 
 
 class Stop:

@@ -62,6 +62,8 @@ class Training(Output):
     schedule: str = option("of the learning rate: constant, or cosine, which falls to zero", "cosine")
     average: float | None = option("decay of a moving average of the weights, such as 0.95; none unless given", None)
     evaluate_every: int | None = option("steps between measurements; a tenth of the run unless given", None)
+    device: str = option("where the model is trained: cpu, cuda or cuda:1", "cpu", kept=False)
+    compile: bool = option("compile the step for a fixed chunk: a minute or more at the start, then faster", False)
     seed: int = option("seed of the initial weights; the noise does not follow it", 0)
     threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, kept=False)
     quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)

@@ -6,6 +6,7 @@ Gives: ``make_private`` for a loop of your own, and ``train`` for the whole run.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.hooks import RemovableHandle
 
 from clipwise import methods
 from clipwise.accounting import Ledger, calibrate
@@ -35,7 +38,7 @@ from clipwise.report import RunFolder, Statement
 from clipwise.report.folder import CHECKPOINT, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
 from clipwise.sampling import chunks, poisson
 from clipwise.step import Observed, private_sum
-from clipwise.types import Batch, InputError, PoissonGaussian, Refused, fraction, one_of, positive, whole
+from clipwise.types import Batch, InputError, PoissonGaussian, Refused, fraction, nearest, one_of, positive, whole
 
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
@@ -100,6 +103,8 @@ class Private:
             self._capture = CompiledCapture(model, loss, chunk, groups)
         self._chunk, self._stream, self._self_tested = chunk, stream, self_tested
         self._drawn: PoissonBatch | None = None
+        self._first, self._stepping = str(method), False
+        _guard(optimizer, self)
 
     @property
     def noise_multiplier(self) -> float:
@@ -134,7 +139,11 @@ class Private:
         for name, parameter in parameters.items():
             # the expected batch is a public constant; the realised one is not
             parameter.grad = (released.gradient[name] / self.expected_batch).to(parameter.dtype)
-        self.optimizer.step()
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
         self.optimizer.zero_grad(set_to_none=True)
         self.method = self.method.next(released, self.expected_batch)
         self.steps_taken += 1
@@ -143,6 +152,14 @@ class Private:
     def plan(self) -> dict[str, Any]:
         """What may not change when a run is resumed, since one statement speaks for all of it."""
         return {**vars(self.event), "generator": self._stream.name}
+
+    def refuse_other_steps(self) -> None:
+        """Refuse a step of the optimizer that is not this run's own: no statement would cover it."""
+        if not self._stepping:
+            raise Refused(
+                "this optimizer belongs to a private run, and a step of its own would use gradients without noise; "
+                "write private.step(batch) instead of loss.backward() and optimizer.step()"
+            )
 
     def epsilon(self) -> float:
         """ε spent so far, at the run's δ."""
@@ -158,7 +175,7 @@ class Private:
             expected_batch=self.expected_batch,
             noise_multiplier=self.event.noise_multiplier,
             generator=self._stream.name,
-            method=str(self.method),
+            method=self._first,
             self_tested=self._self_tested,
             fallbacks=self.fallbacks,
         )
@@ -185,6 +202,16 @@ class Private:
                 f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
                 "remove loss.backward(), or write optimizer.zero_grad() before the step"
             )
+
+
+# optimizer → the hook that keeps it to its private run; a later run of the same optimizer takes its place
+_GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def _guard(optimizer: Optimizer, private: Private) -> None:
+    if optimizer in _GUARDS:
+        _GUARDS[optimizer].remove()
+    _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())
 
 
 def make_private(
@@ -215,6 +242,11 @@ def make_private(
     ``noise="secure"`` draws from the operating system's entropy; a seed is for tests, and the statement names it.
     ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
     """
+    if isinstance(loss, nn.Module) or not callable(loss):
+        raise InputError(
+            f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
+            "for instance clipwise.cross_entropy"
+        )
     dataset = as_dataset(data, collate)
     rows = len(dataset)
     if whole("batch", batch) > rows:
@@ -228,11 +260,11 @@ def make_private(
             stacklevel=2,
         )
     if (epochs is None) == (steps is None):
-        raise InputError("say how long to train by either epochs or steps, not both; write for instance epochs=20")
+        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
     count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
     if (epsilon is None) == (noise_multiplier is None):
         raise InputError(
-            "say how private by either epsilon or noise_multiplier, not both; write for instance epsilon=3"
+            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
         )
     chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
     if not isinstance(chosen, Method):
@@ -265,6 +297,13 @@ def make_private(
         self_tested=self_test,
         compile=compile,
     )
+
+
+PRIVACY = frozenset(inspect.signature(make_private).parameters)  # what ``train`` hands on
+
+
+def _either(one: float | None) -> str:
+    return "one of" if one is None else "only one of"
 
 
 def _chunk(batch: int, rows: int, compile: bool) -> int:
@@ -349,6 +388,9 @@ def train(
     ``settings`` is a text to keep beside it, from which the run could be made again.
     """
     fraction("average", average, open_end=True) if average is not None else None
+    for name in privacy:
+        if name not in PRIVACY:
+            raise TypeError(f"train has no option {name!r}: {nearest(name, PRIVACY)}")
     own = _optimizer(model, optimizer)
     plan = _scheduler(own, scheduler)
     place = None

@@ -104,7 +104,8 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
 
 
 def _look(data: Arrays, seen: list[ClippingBias], model: nn.Module, method: Method) -> None:
-    few = data.rows(torch.arange(min(SAMPLES, len(data))))
+    device = next(model.parameters()).device
+    few = tuple(t.to(device) for t in data.rows(torch.arange(min(SAMPLES, len(data)))))
     seen.append(clipping_bias(per_sample(model, cross_entropy, few), method))
 
 

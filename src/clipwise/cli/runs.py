@@ -127,7 +127,7 @@ def accuracy(data: Arrays, model: nn.Module) -> dict[str, float]:
     """Accuracy and mean loss over the data."""
     right = total = 0.0
     for rows in chunks(torch.arange(len(data)), ROWS):
-        inputs, labels = data.rows(rows)
+        inputs, labels = (t.to(next(model.parameters()).device) for t in data.rows(rows))
         outputs = model(inputs)
         right += float((outputs.argmax(1) == labels).sum())
         total += float(nn.functional.cross_entropy(outputs, labels, reduction="sum"))
@@ -143,6 +143,7 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(whole("seed", config.seed, least=0))
         model = models.build(config.model or "", splits.shape, splits.classes, config.vocabulary)
+    model.to(_device(config.device))
     steps = _steps(config, len(splits.train))
     every = (
         -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
@@ -183,6 +184,7 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
                 noise="secure" if config.noise_seed is None else config.noise_seed,
                 accountant=config.accountant,
                 self_test=config.self_test,
+                compile=config.compile,
             )
         except KeyboardInterrupt:
             if not (folder / CHECKPOINT).is_file():
@@ -192,6 +194,16 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
             if done and (folder / SETTINGS).is_file():
                 raise InputError(f"{error}; to resume, write {again}") from error
             raise
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"unknown device {name!r}: write cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"there is no device {name!r} on this machine ({torch.cuda.device_count()} GPUs): write cpu")
+    return device
 
 
 def _steps(config: TrainConfig, samples: int) -> int:

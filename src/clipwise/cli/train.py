@@ -7,7 +7,9 @@ Gives: the run's folder, and a summary as text or JSON.
 from __future__ import annotations
 
 import json
+import math
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +36,10 @@ def run(config: TrainConfig) -> str:
     with Bar(quiet=config.quiet) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
+    if not all(map(math.isfinite, finished.metrics[-1].values())):
+        warnings.warn(
+            "the evaluation's loss is not finite: the run diverged; write a smaller --learning-rate", stacklevel=2
+        )
     if config.json:
         return json.dumps(_values(config, finished, time.monotonic() - start), indent=2) + "\n"
     return "" if config.quiet else _summary(finished, len(splits.test), time.monotonic() - start)
@@ -51,7 +57,8 @@ def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:
     return {
         "folder": str(finished.folder),
-        **finished.metrics[-1],
+        # JSON has no NaN: a run that diverged has null
+        **{name: value if math.isfinite(value) else None for name, value in finished.metrics[-1].items()},
         "delta": config.delta,
         "seconds": round(seconds, 3),
         "statement": finished.statement.as_dict(),
@@ -65,7 +72,7 @@ def _summary(finished: Run, evaluated: int, seconds: float) -> str:
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))
     table.add_row("accuracy", f"[bold]{last['accuracy']:.1%}[/] of {evaluated} evaluation samples")
-    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} releases")
+    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} steps")
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")
     return f"{rendered(table)}written to  {finished.folder}\n"

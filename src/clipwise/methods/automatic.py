@@ -10,7 +10,7 @@ from clipwise.types import positive
 
 
 def automatic(clip_norm: float = 1.0, gamma: float = 0.01) -> Method:
-    """Auto-S of Bu et al. 2023 (γ = 0.01 there; paper 4 compares with 0.1)."""
+    """Auto-S of Bu et al. 2023 (γ = 0.01 there; Xia et al. 2023 compare with 0.1)."""
     bound, gamma = positive("clip_norm", clip_norm), positive("gamma", gamma)
     return Method(
         "automatic",

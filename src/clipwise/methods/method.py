@@ -1,7 +1,7 @@
 """What a clipping method is: a frozen value.
 
 Receives: a weight function with its bound, and what else the method asks for.
-Gives: Method, whose ``rule`` for given parameters is all that the step needs to know.
+Gives: Method, whose ``blocks`` for given parameters are all that the step needs to know.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Receives: a model, a loss that gives one value per sample, and a batch.
 Gives: SampleGradients, from one forward and one backward pass; and the slow oracle with the same interface.
+
+To read in this order: capture (the two passes), follow (how a model is watched), tape (taps and what they become),
+layers and composites (each operation), kinds (the records), gradients (their algebra), planner (the cheapest form).
 """
 
 from clipwise.records.capture import Capture, Loss, batch_size, per_sample, traced, trainable

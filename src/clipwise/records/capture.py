@@ -133,7 +133,7 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
         raise Refused(
             "the model or the loss mixes the samples of a batch, or puts their entries in another order: one sample's "
             "loss has a gradient at another sample; treat samples one by one (nn.GroupNorm instead of nn.BatchNorm) "
-            "and keep a sample's entries together"
+            "and keep a sample's entries together; attention and recurrent layers may need batch_first=True"
         )
 
 
@@ -158,8 +158,8 @@ def check_losses(losses: Any, samples: int) -> None:
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
         got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise InputError(
-            f"the loss must give one value per sample: expected shape [{samples}], got {got}; write for instance "
-            "torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
+            f"the loss must give one value per sample: for {samples} samples expected shape [{samples}], got {got}; "
+            "write torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
         )
 
 

@@ -118,13 +118,13 @@ class _Graphs:
         backward = _ready(
             graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None)
         )
-        self._forward, self._sum, self._values = forward, backward, values
+        self._forward, self._sum = forward, backward
         self._check(Capture(model, loss)(batch).norms(groups), batch)
 
     def _check(self, eager: Tensor, batch: Batch) -> None:
         """Refuse graphs whose norms are not the eager pass's: a compiler's mistake here would be a privacy failure."""
         for _ in range(3):  # a race or a stale buffer may need more than one run to show
-            norms = self._forward(self._values, batch)[0]
+            norms = self._forward({name: p.detach() for name, p in self.parameters.items()}, batch)[0]
             finite = eager.isfinite() & norms.isfinite()
             error = ((norms - eager).abs() / eager.clamp(min=1e-6))[finite]
             if error.numel() and float(error.max()) > AGREE:
@@ -135,7 +135,9 @@ class _Graphs:
 
     def __call__(self, batch: Batch, samples: int) -> SampleGradients:
         assert self._build is not None
-        norms, losses, flat = self._forward(self._values, batch)
+        # as they are now: a recurrent layer may have moved its weights to other memory since
+        values = {name: p.detach() for name, p in self.parameters.items()}
+        norms, losses, flat = self._forward(values, batch)
 
         def add_up(weights: Tensor) -> Gradient:
             every = torch.zeros_like(norms)

@@ -19,6 +19,12 @@ from clipwise.types import Gradient, InputError
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
 
 
+EXPLAINED = """
+gram: two Gram matrices of the layer's positions; written: the gradient itself, kept for the weighted sum; streamed:
+written a few samples at a time; fused: by a kernel; backward: falls out of the backward pass; vmap: no fast path.
+The cheapest is chosen by counted multiplications; a written gradient must also fit in the memory that it frees."""
+
+
 @dataclass(frozen=True)
 class SampleGradients:
     """The per-sample gradients of one batch.
@@ -113,6 +119,7 @@ class SampleGradients:
             form = "vmap" if site.fallback else "backward" if site.form is None else site.form.name
             costs = (f"{site.form.gram_cost:>12,} {site.form.written_cost:>12,}") if site.form else ""
             lines.append(f"{', '.join(site.parameters):40} {site.operation:18} {form:9} {costs}".rstrip())
+        lines.append(EXPLAINED)
         return "\n".join(lines)
 
     def _sq_norms(self, names: Sequence[str]) -> Tensor:

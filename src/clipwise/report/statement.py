@@ -57,10 +57,11 @@ class Statement:
     def text(self) -> str:
         """A few lines for people."""
         seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
+        releases = "1 release" if self.releases == 1 else f"{self.releases} releases"
         tested = "passed" if self.self_tested else "turned off"
         lines = [
             f"({self.epsilon:.4g}, {self.delta:g})-differentially private: {self.relation} of the training data.",
-            f"  accountant   {self.accountant}, grid {self.discretisation:g}, {self.releases} releases",
+            f"  accountant   {self.accountant}, grid {self.discretisation:g}, {releases}",
             f"  sampling     {self.sampling}, rate {self.sampling_rate:.6g}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             f"  method       {self.method}",
