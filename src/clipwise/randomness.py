@@ -22,7 +22,7 @@ from torch import Tensor
 from clipwise import gpu_noise
 from clipwise.types import whole
 
-_BLOCK = 1 << 16  # words per key: half a megabyte, so that a block's passes stay in the processor's cache
+_BLOCK = 1 << 17  # words per key, a megabyte: a block's passes stay in the cache and still keep two threads busy
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
 
