@@ -55,7 +55,11 @@ def run(config: CompareConfig) -> str:
     """Train every method and lay the results side by side."""
     if not config.methods:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
-    plans = [(text, resolved(_plan(config, text))) for text in config.methods]
+    try:
+        plans = [(text, resolved(_plan(config, text))) for text in config.methods]
+    except InputError as error:
+        hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
+        raise InputError(f"{error}{hint}") from error
     model = plans[0][1].model
     assert model is not None  # it is resolved
     use_threads(config)

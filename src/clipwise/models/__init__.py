@@ -50,7 +50,10 @@ def build(name: str, shape: Sequence[int], classes: int, vocabulary: int | None 
                 raise InputError(f"{name} needs the number of different tokens: write vocabulary=...")
             sizes = {"length": length} if name == "small_transformer" else {}
             return factory(vocabulary=whole("vocabulary", vocabulary), classes=classes, **sizes)
-    raise InputError(f"{name} takes samples of shape {_SHAPES[name]}, got {sides}: write another model, e.g. mlp")
+    channel = "give them a channel by x[:, None], or " if len(sides) == 2 else ""
+    raise InputError(
+        f"{name} takes samples of shape {_SHAPES[name]}, got {sides}: {channel}write another model, e.g. mlp"
+    )
 
 
 _SHAPES = {
