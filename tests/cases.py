@@ -20,6 +20,19 @@ Use = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
 
 
+class Parts(nn.Module):
+    """``run(self, *batch)`` as a model made of named parts."""
+
+    def __init__(self, run: Use, **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.run(self, *batch)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model whose output has samples first, and the batch that it is called with."""

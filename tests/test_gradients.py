@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import CASES, SAMPLES, direction, fast, flat, groups, integers, loss, normal, off, slow
+from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
 from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, gram_sq_norm
 from clipwise.types import InputError
@@ -22,22 +22,9 @@ from clipwise.types import InputError
 CLOSE = 1e-10
 
 
-class Model(nn.Module):
-    """``run(modules, *batch)`` as a model."""
-
-    def __init__(self, run: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.run(self, *batch)
-
-
 def model(run: Callable[..., Tensor], **parts: Callable[[], Any]) -> nn.Module:
     torch.manual_seed(0)
-    return Model(run, **{name: make() for name, make in parts.items()}).double()
+    return Parts(run, **{name: make() for name, make in parts.items()}).double()
 
 
 def assert_exact(model: nn.Module, *batch: Tensor) -> SampleGradients:

@@ -11,23 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from cases import CASES, SAMPLES, integers, loss, normal
+from cases import CASES, SAMPLES, Parts, integers, loss, normal
 from clipwise.records import checks
 from clipwise.records.checks import refuse_modules, self_test
 from clipwise.types import InputError, Refused
-
-
-class Parts(nn.Module):
-    """``run(self, *batch)`` as a model made of named parts."""
-
-    def __init__(self, run: Callable[..., Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        self.run = run
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.run(self, *batch)
 
 
 class Centred(nn.Module):
