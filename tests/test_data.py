@@ -418,7 +418,9 @@ def test_a_missing_file_names_the_folder_and_the_nearest_file(tmp_path: Path) ->
     ("text", "message"),
     [
         ("digts", "unknown data 'digts': did you mean 'digits'?"),
-        ("mnist", "unknown data 'mnist': write one of digits, npz:PATH"),
+        ("mnist", "unknown data 'mnist': write mnist:DIR"),
+        ("minst:folder", "unknown data 'minst:folder': did you mean 'mnist:DIR'?"),
+        ("parquet:x", "unknown data 'parquet:x': write one of adult:DIR, california_housing:DIR, cifar100:DIR"),
         ("npz", "unknown data 'npz': write npz:PATH"),
         ("npz:", "no file ''"),
         ("folder/set.npz", "write npz:folder/set.npz"),

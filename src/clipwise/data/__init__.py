@@ -1,10 +1,12 @@
 """Data sets: what a user has, made ready for Poisson draws.
 
-Receives: tensors, arrays, a map-style torch Dataset, or a name such as "digits" or "npz:PATH".
-Gives: data sets with ``rows(indices) -> batch``, and ``Splits`` of a named one.
+Receives: tensors, arrays, a map-style torch Dataset, or a name such as "digits", "cifar10:DIR" or "npz:PATH".
+Gives: data sets with ``rows(indices) -> batch``, ``Splits`` of a named one, and views (augmentations) of pictures.
 """
 
 from clipwise.data.datasets import Arrays, RowDataset, Samples, as_dataset
-from clipwise.data.load import Splits, load
+from clipwise.data.load import load
+from clipwise.data.splits import Splits
+from clipwise.data.views import batch_views, views
 
-__all__ = ["Arrays", "RowDataset", "Samples", "Splits", "as_dataset", "load"]
+__all__ = ["Arrays", "RowDataset", "Samples", "Splits", "as_dataset", "batch_views", "load", "views"]

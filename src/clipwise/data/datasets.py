@@ -29,6 +29,7 @@ from torch.utils.data import (
 from clipwise.types import Batch, InputError, Refused
 
 Collate = Callable[[list[Any]], Batch]
+Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
@@ -52,8 +53,11 @@ class Arrays(Dataset[Any]):
     *Edge cases.* No indices give a batch with zero rows and the same dtypes.
     """
 
-    def __init__(self, data: Any) -> None:
-        """Keep the tensors (not copied) and check them."""
+    def __init__(self, data: Any, prepare: Prepare | None = None) -> None:
+        """Keep the tensors (not copied) and check them; ``prepare`` is done to each batch that is read.
+
+        So bytes can stay bytes until they are used. ``prepare`` must treat every row by itself, and the same way.
+        """
         columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in _labelled(data)}
         if not columns:
             raise InputError(
@@ -69,8 +73,14 @@ class Arrays(Dataset[Any]):
             raise InputError("data must have at least one row, got an empty data set")
         for name, column in columns.items():
             check_finite(name, column)
-        self.data: Batch = _rebuilt(data, list(columns.values()))
+        self._stored: Batch = _rebuilt(data, list(columns.values()))
+        self._prepare = prepare
         self._length = len(next(iter(columns.values())))
+
+    @property
+    def data(self) -> Batch:
+        """All rows as one batch."""
+        return self._stored if self._prepare is None else self._prepare(self._stored)
 
     def __len__(self) -> int:
         """How many samples there are."""
@@ -81,8 +91,20 @@ class Arrays(Dataset[Any]):
         return self.rows(torch.tensor(index))
 
     def rows(self, indices: Tensor) -> Batch:
-        """The batch of these rows, in this order."""
-        return _rebuilt(self.data, [column[indices] for _, column in _labelled(self.data)])
+        """The batch of these rows, in this order, on the device that the tensors are on."""
+        batch = self._each(lambda column: column[indices.to(column.device)])
+        return batch if self._prepare is None else self._prepare(batch)
+
+    def take(self, indices: Tensor) -> Arrays:
+        """The data set of these rows alone."""
+        return Arrays(self._each(lambda column: column[indices.to(column.device)]), self._prepare)
+
+    def to(self, device: torch.device | str) -> Arrays:
+        """The data set with its tensors on that device, so that no batch is moved there."""
+        return Arrays(self._each(lambda column: column.to(device)), self._prepare)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return _rebuilt(self._stored, [change(column) for _, column in _labelled(self._stored)])
 
 
 class Samples:

@@ -1,15 +1,17 @@
-"""Data sets by name: the embedded digits, or a NumPy file.
+"""Data sets by name: the embedded digits, published sets in their own files, or the user's file.
 
-Receives: "digits" or "npz:PATH".
+Receives: a text such as "digits", "cifar10:DIR", "csv:PATH?label=NAME:no|yes" or "npz:PATH?train=2000".
 Gives: Splits, a training part and a test part that no sample crosses.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,52 +19,72 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clipwise.data.datasets import Arrays, check_finite
+from clipwise.data import images, tables
+from clipwise.data.datasets import Arrays, Prepare, check_finite
+from clipwise.data.source import Source, parsed
+from clipwise.data.splits import Splits, divided, taken
+from clipwise.data.text import imdb
 from clipwise.types import InputError, nearest, one_of
 
-_SCHEMES = ("digits", "npz:PATH")
 _KEYS = ("x", "y", "x_test", "y_test")
 
 
 @dataclass(frozen=True)
-class Splits:
-    """A named data set: ``train`` is private, ``test`` only measures; batches are tuples (x, y)."""
+class _Set:
+    """How a name is written, what reads it, and the options that it takes beside ``train`` and ``test``."""
 
-    name: str
-    train: Arrays
-    test: Arrays
-    classes: int
-    shape: tuple[int, ...]  # of one x
+    path: str  # what stands behind the colon: DIR, PATH, or nothing
+    read: Callable[[Source], Splits]
+    options: tuple[str, ...] = ()
 
 
 def load(text: str) -> Splits:
-    """The data set that the text names.
+    """The data set that the text names; ``?train=2000&test=1000`` takes as many rows of each part, in a fixed order.
 
-    *Guarantees.* x finite: floats as float32, bytes (images) as float32 over 255, other integers (tokens) as int64;
-    y int64 in 0 … classes − 1. Without a test part of its own, the data set gives one row in five to it, chosen by the
-    row's number alone.
+    *Guarantees.* x finite: floats as float32, bytes (images) as float32 over 255 unless ``scale`` says otherwise, other
+    integers (tokens) as int64; y int64 in 0 … classes − 1, or float32 for a regression. Without a test part of its own,
+    the data set gives one row in five to it, chosen by the row's number alone.
     """
-    if text == "digits":
-        return _digits()
-    if isinstance(text, str) and text.startswith("npz:"):
-        return _npz(text, Path(text.removeprefix("npz:")).expanduser())
-    if isinstance(text, str) and text.endswith(".npz"):
-        raise InputError(f"data must be named with its scheme, got {text!r}: write npz:{text}")
-    head = str(text).partition(":")[0]
-    hint = "write npz:PATH" if head == "npz" else nearest(head, _SCHEMES)
-    raise InputError(f"unknown data {text!r}: {hint}")
+    source = parsed(text) if isinstance(text, str) else parsed("")
+    known = SETS.get(source.name)
+    named = ":" in str(text).partition("?")[0]
+    if known is None or named != bool(known.path):
+        raise InputError(f"unknown data {text!r}: {_hint(source, str(text))}")
+    for key in source.options:
+        one_of(f"option of {source.name},", key, ("train", "test", *known.options))
+    splits = known.read(source)
+    return replace(splits, train=_part(source, "train", splits.train), test=_part(source, "test", splits.test))
 
 
-def _digits() -> Splits:
+def _part(source: Source, name: str, part: Arrays) -> Arrays:
+    rows = source.number(name, len(part))
+    return part if name not in source.options else taken(f"{name} of {source.name}", part, rows)
+
+
+def _hint(source: Source, given: str) -> str:
+    forms = {name: f"{name}:{known.path}" if known.path else name for name, known in SETS.items()}
+    if given.endswith(".npz"):
+        return f"data must be named with its scheme: write npz:{given}"
+    if source.name in forms and SETS[source.name].path:
+        return f"write {forms[source.name]}"
+    close = difflib.get_close_matches(source.name, forms, n=1)  # of the names alone: a path is not like DIR
+    return f"did you mean {forms[close[0]]!r}?" if close else f"write one of {', '.join(sorted(forms.values()))}"
+
+
+# --------------------------------------------------------------------------------------------------- digits and npz
+
+
+def _digits(source: Source) -> Splits:
     try:
-        images, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
+        pictures, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
     except ImportError as error:
         raise InputError(f"data 'digits' needs scikit-learn ({error}): write pip install scikit-learn") from error
-    x = torch.from_numpy(images.reshape(-1, 1, 8, 8)).float() / 16
-    return _split("digits", x, torch.from_numpy(labels).long())
+    x = torch.from_numpy(pictures.reshape(-1, 1, 8, 8)).float() / 16
+    return Splits(source.text, *divided("digits", x, torch.from_numpy(labels).long()), 10, (1, 8, 8))
 
 
-def _npz(name: str, path: Path) -> Splits:
+def _npz(source: Source) -> Splits:
+    path = source.path
     arrays = _read(path)
     for key in arrays:
         one_of(f"array in {path.name},", key, _KEYS)
@@ -73,22 +95,31 @@ def _npz(name: str, path: Path) -> Splits:
                 f"{path} must hold {' and '.join(needed)}, got {', '.join(arrays) or 'no arrays'}: "
                 f"add it with numpy.savez(..., {key}={key})"
             )
-    x, y = _inputs("x", arrays["x"]), _labels("y", arrays["y"])
+    regression = source.word("task", "classes", ("classes", "regression")) == "regression"
+    outputs = _targets if regression else _labels
+    x, y = _inputs("x", arrays["x"]), outputs("y", arrays["y"])
+    prepare: Prepare | None = images.pixels(source) if x.dtype == torch.uint8 else None
+    if prepare is None and "scale" in source.options:
+        raise InputError(f"scale is for pictures of dtype uint8, got x of {x.dtype}: leave scale out")
     if len(x) != len(y):
         raise InputError(f"x and y must have equally many rows, got {len(x)} and {len(y)}")
-    if int(y.max()) >= len(y):
+    if not regression and int(y.max()) >= len(y):
         raise InputError(f"y must hold the labels 0 to classes − 1, got {int(y.max())} in {len(y)} rows: renumber them")
     if len(needed) == 2:
-        return _split(name, x, y)
-    x_test, y_test = _inputs("x_test", arrays["x_test"]), _labels("y_test", arrays["y_test"])
-    if (len(x_test), *x.shape[1:]) != (len(y_test), *x_test.shape[1:]) or x_test.dtype != x.dtype:
-        raise InputError(
-            f"x_test must be {x.dtype} of shape {[len(y_test), *x.shape[1:]]} to match x and y_test, "
-            f"got {x_test.dtype} of shape {list(x_test.shape)}"
-        )
-    if y_test.max() > y.max():
-        raise InputError(f"y_test must hold labels that y has, 0 to {int(y.max())}, got {int(y_test.max())}")
-    return Splits(name, Arrays((x, y)), Arrays((x_test, y_test)), int(y.max()) + 1, tuple(x.shape[1:]))
+        train, test = divided(source.text, x, y, prepare)
+    else:
+        x_test, y_test = _inputs("x_test", arrays["x_test"]), outputs("y_test", arrays["y_test"])
+        if (len(x_test), *x.shape[1:]) != (len(y_test), *x_test.shape[1:]) or x_test.dtype != x.dtype:
+            raise InputError(
+                f"x_test must be {x.dtype} of shape {[len(y_test), *x.shape[1:]]} to match x and y_test, "
+                f"got {x_test.dtype} of shape {list(x_test.shape)}"
+            )
+        if not regression and y_test.max() > y.max():
+            raise InputError(f"y_test must hold labels that y has, 0 to {int(y.max())}, got {int(y_test.max())}")
+        train, test = Arrays((x, y), prepare), Arrays((x_test, y_test), prepare)
+    if regression:
+        return Splits(source.text, train, test, 1, tuple(x.shape[1:]), task="regression")
+    return Splits(source.text, train, test, int(y.max()) + 1, tuple(x.shape[1:]))
 
 
 def _read(path: Path) -> dict[str, NDArray[np.generic]]:
@@ -118,7 +149,7 @@ def _inputs(name: str, array: NDArray[np.generic]) -> Tensor:
     if array.ndim < 2 or not array.size:
         raise InputError(f"{name} must have rows of features, [rows, ...], got shape {list(array.shape)}")
     if array.dtype == np.uint8:
-        return torch.from_numpy(array).float() / 255
+        return torch.from_numpy(array)
     if np.issubdtype(array.dtype, np.integer):
         return torch.from_numpy(array.astype(np.int64))
     if not (np.issubdtype(array.dtype, np.floating) or array.dtype == np.bool_):
@@ -133,7 +164,7 @@ def _labels(name: str, array: NDArray[np.generic]) -> Tensor:
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
         raise InputError(
             f"{name} must hold one integer label per row, got dtype {array.dtype} of shape {list(array.shape)}: "
-            f"write {name}.astype('int64').reshape(-1)"
+            f"write {name}.astype('int64').reshape(-1), or npz:PATH?task=regression for numbers"
         )
     y = torch.from_numpy(array.astype(np.int64))
     if int(y.min()) < 0:
@@ -142,13 +173,33 @@ def _labels(name: str, array: NDArray[np.generic]) -> Tensor:
     return y
 
 
-def _split(name: str, x: Tensor, y: Tensor) -> Splits:
-    """Of every five rows, one for the test: which one is fixed, so that adding a row moves no other row."""
-    if len(x) < 5:
-        raise InputError(f"{name} must have at least 5 rows to be split, got {len(x)}: add rows, or x_test and y_test")
-    fives = -(-len(x) // 5)
-    chosen = 5 * np.arange(fives) + np.random.RandomState(0).randint(5, size=fives)
-    test = torch.zeros(5 * fives, dtype=torch.bool)
-    test[torch.from_numpy(chosen)] = True
-    test = test[: len(x)]
-    return Splits(name, Arrays((x[~test], y[~test])), Arrays((x[test], y[test])), int(y.max()) + 1, tuple(x.shape[1:]))
+def _targets(name: str, array: NDArray[np.generic]) -> Tensor:
+    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
+        raise InputError(
+            f"{name} must hold one number per row, got dtype {array.dtype} of shape {list(array.shape)}: "
+            f"write {name}.astype('float32').reshape(-1)"
+        )
+    y = torch.from_numpy(array.astype(np.float32))
+    check_finite(name, y)
+    return y
+
+
+_IMAGES = ("scale",)
+_TEXT = ("vocabulary", "tokens")
+_TABLE = ("label", "columns", "text", "test_file", *_TEXT)
+
+SETS = {
+    "digits": _Set("", _digits),
+    "mnist": _Set("DIR", images.mnist, _IMAGES),
+    "fashion_mnist": _Set("DIR", images.fashion_mnist, _IMAGES),
+    "cifar10": _Set("DIR", images.cifar10, _IMAGES),
+    "cifar100": _Set("DIR", images.cifar100, (*_IMAGES, "labels")),
+    "svhn": _Set("DIR", images.svhn, _IMAGES),
+    "imdb": _Set("DIR", imdb, _TEXT),
+    **{
+        name: _Set("DIR", tables.known, _TEXT if "text=" in tables.KNOWN[name].options else ()) for name in tables.KNOWN
+    },
+    "csv": _Set("PATH", tables.from_csv, (*_TABLE, "separator", "names")),
+    "jsonl": _Set("PATH", tables.from_jsonl, _TABLE),
+    "npz": _Set("PATH", _npz, (*_IMAGES, "task")),
+}
