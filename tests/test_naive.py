@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 import naive
 
@@ -263,3 +264,599 @@ def test_layerwise_step_uses_the_joint_bound() -> None:
     moved = naive.dp_sgd_step(theta, g, weigh, naive.bound("layerwise", clip_norms), 1.1, z, 40, 1.0)
     noise = naive.layerwise_noise_scale(clip_norms, 1.1) * z
     np.testing.assert_allclose(moved, -(weigh(g, 0.0) + noise) / 40)
+
+
+# Where the gradient is taken
+
+CURVATURE = np.array([[3.0, 1.0, 0.0], [1.0, 2.0, 0.5], [0.0, 0.5, 1.0]])
+POINTS = np.random.default_rng(20).standard_normal((6, 3))
+START = np.array([0.7, -0.4, 1.1])
+
+
+def bowl(theta: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """∇ of ½ (θ − x)ᵀ A (θ − x)."""
+    return CURVATURE @ (theta - x)
+
+
+def bowl_hvp(theta: np.ndarray, x: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return CURVATURE @ v
+
+
+def ripple_loss(theta: np.ndarray, x: np.ndarray) -> float:
+    return float(np.log(np.cosh(theta @ x)) + 0.1 * np.sum(theta**3))
+
+
+def ripple(theta: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return np.tanh(theta @ x) * x + 0.3 * theta**2
+
+
+def ripple_hvp(theta: np.ndarray, x: np.ndarray, v: np.ndarray) -> np.ndarray:
+    return (x @ v) * x / np.cosh(theta @ x) ** 2 + 0.6 * theta * v
+
+
+def test_the_five_point_rule_gives_a_known_gradient() -> None:
+    for x in POINTS:
+        measured = naive.numerical_gradient(lambda at, x=x: ripple_loss(at, x), START)
+        np.testing.assert_allclose(measured, ripple(START, x), atol=1e-11)
+
+
+def test_a_probe_replaces_the_gradient_in_the_sum() -> None:
+    v = np.array([bowl(START, x) for x in POINTS])
+    summed = naive.private_sum(lambda x: bowl(START, x), list(POINTS), 3, naive.flat, 0.8)
+    np.testing.assert_array_equal(summed, naive.flat(v, 0.8))
+    np.testing.assert_array_equal(naive.private_sum(lambda x: x, [], 3, naive.flat, 0.8), np.zeros(3))
+
+
+def test_inner_momentum_by_hand_and_truncated_in_the_first_steps() -> None:
+    iterates = [np.array([v]) for v in (1.0, 10.0, 100.0, 1000.0)]
+    grad = lambda theta, x: theta * x
+
+    def after(steps: int) -> float:
+        return float(naive.inner_momentum(iterates[:steps], 2.0, grad, 0.3, 2)[0])
+
+    assert after(1) == pytest.approx(2 * 1)
+    assert after(2) == pytest.approx(2 * (10 + 0.3 * 1) / 1.3)
+    assert after(3) == pytest.approx(2 * (100 + 0.3 * 10 + 0.09 * 1) / 1.39)
+    assert after(4) == pytest.approx(2 * (1000 + 0.3 * 100 + 0.09 * 10) / 1.39)  # three terms, the first forgotten
+
+
+def test_inner_momentum_without_decay_or_horizon_is_the_plain_gradient() -> None:
+    iterates = list(POINTS)
+    for gamma0, horizon in ((0.0, 2), (0.5, 0)):
+        np.testing.assert_allclose(
+            naive.inner_momentum(iterates, START, bowl, gamma0, horizon), bowl(iterates[-1], START)
+        )
+
+
+def test_inner_momentum_keeps_the_scale_of_a_constant_gradient() -> None:
+    for steps in (1, 2, 5):
+        v = naive.inner_momentum([START] * steps, POINTS[0], bowl, 0.4, 3)
+        np.testing.assert_allclose(v, bowl(START, POINTS[0]))
+
+
+def test_self_augmentation_is_the_mean_over_views() -> None:
+    np.testing.assert_allclose(
+        naive.self_augmentation(START, POINTS, bowl), bowl(START, POINTS.mean(axis=0)), rtol=1e-12
+    )
+    one = naive.self_augmentation(START, POINTS[:1], ripple)
+    np.testing.assert_array_equal(one, ripple(START, POINTS[0]))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_bam_ascends_exactly_on_a_quadratic(alpha: float) -> None:
+    for x in POINTS:
+        ascent = naive.bam(START, x, bowl, 0.3, alpha)
+        np.testing.assert_allclose(ascent, naive.bam_exact(START, x, bowl, bowl_hvp, 0.3, alpha), rtol=1e-12)
+        g = bowl(START, x)
+        np.testing.assert_allclose(ascent, g + alpha * 0.3 * CURVATURE @ g / np.linalg.norm(g), rtol=1e-12)
+
+
+def test_bam_approaches_its_exact_form_with_the_square_of_the_radius() -> None:
+    for x in POINTS:
+        gaps = [
+            np.linalg.norm(naive.bam(START, x, ripple, r) - naive.bam_exact(START, x, ripple, ripple_hvp, r))
+            for r in (0.02, 0.01)
+        ]
+        assert gaps[0] / gaps[1] == pytest.approx(4, rel=0.1)
+
+
+def test_exact_bam_is_the_gradient_of_the_loss_plus_the_gradients_norm() -> None:
+    for x in POINTS:
+        penalised = lambda at, x=x: ripple_loss(at, x) + 0.3 * float(np.linalg.norm(ripple(at, x)))
+        expected = naive.numerical_gradient(penalised, START)
+        np.testing.assert_allclose(naive.bam_exact(START, x, ripple, ripple_hvp, 0.3), expected, atol=1e-9)
+
+
+def test_bam_does_not_ascend_from_a_zero_gradient() -> None:
+    np.testing.assert_array_equal(naive.bam(START, START, bowl, 0.3), np.zeros(3))
+    np.testing.assert_array_equal(naive.bam_exact(START, START, bowl, bowl_hvp, 0.3), np.zeros(3))
+
+
+def test_bam_with_views_ascends_along_the_mean_and_differentiates_the_mean() -> None:
+    views = POINTS[:4]
+    g = np.mean([ripple(START, x) for x in views], axis=0)
+    u = g / np.linalg.norm(g)
+    h = np.mean([ripple(START + 0.2 * u, x) for x in views], axis=0)
+    np.testing.assert_allclose(naive.bam(START, views, naive.over_views(ripple), 0.2), h, rtol=1e-12)
+    exact = g + 0.2 * np.mean([ripple_hvp(START, x, u) for x in views], axis=0)
+    measured = naive.bam_exact(START, views, naive.over_views(ripple), naive.over_views(ripple_hvp), 0.2)
+    np.testing.assert_allclose(measured, exact, rtol=1e-12)
+
+
+def test_dp_sat_moves_by_its_radius_along_the_last_release_and_not_at_first() -> None:
+    released, step = np.array([3.0, 0.0, 4.0]), np.array([0.3, 0.0, 0.4])
+    np.testing.assert_allclose(naive.dp_sat_point(START, released, 0.5), START + step)
+    np.testing.assert_allclose(naive.dp_sat_point(START, released / 7, 0.5), START + step)
+    np.testing.assert_array_equal(naive.dp_sat_point(START, None, 0.5), START)
+    np.testing.assert_array_equal(naive.dp_sat_point(START, np.zeros(3), 0.5), START)
+
+
+# p-averaged clipping
+
+
+def test_p_average_by_hand() -> None:
+    g = np.array([[3.0, 0.0], [1.0, 4.0], [0.0, 0.2]])
+    # group 5: (4, 4)/2, norm √8, clipped to 1; group 9 has one sample and is still divided by 2
+    expected = np.array([2.0, 2.0]) / math.sqrt(8) + np.array([0.0, 0.1])
+    np.testing.assert_allclose(naive.p_average(g, [5, 5, 9], 2, naive.flat, 1.0), expected)
+    np.testing.assert_allclose(naive.p_average(g[[2, 0, 1]], [9, 5, 5], 2, naive.flat, 1.0), expected)
+    np.testing.assert_array_equal(naive.p_average(g[:0], [], 2, naive.flat, 1.0), np.zeros(2))
+
+
+def test_groups_of_one_are_the_base_method() -> None:
+    g = gradients(21)
+    np.testing.assert_allclose(naive.p_average(g, list(range(len(g))), 1, naive.flat, 1.0), naive.flat(g, 1.0))
+    assert naive.p_average_sensitivity(1.5, 1) == naive.bound("flat", 1.5)
+
+
+def test_p_average_is_unbiased_when_nothing_is_clipped() -> None:
+    g = np.random.default_rng(22).standard_normal((12, 3))
+    tags = list(np.random.default_rng(23).integers(0, 4, 12))
+    summed = naive.p_average(g, tags, 3, naive.flat, 1e9)
+    np.testing.assert_allclose(summed / (12 / 3), g.mean(axis=0))  # divisor B/p
+
+
+def test_a_sign_flipping_mate_moves_the_p_averaged_sum_by_twice_the_bound() -> None:
+    mate, flips = np.array([[5.0, 0.0]]), np.array([[5.0, 0.0], [-50.0, 0.0]])
+    moved = naive.p_average(flips, [3, 3], 2, naive.flat, 1.0) - naive.p_average(mate, [3], 2, naive.flat, 1.0)
+    assert np.linalg.norm(moved) == pytest.approx(naive.p_average_sensitivity(1.0, 2)) == pytest.approx(2.0)
+
+
+def test_adding_a_sample_moves_the_p_averaged_sum_by_at_most_its_sensitivity() -> None:
+    g = gradients(24, 30, 2) / 10
+    tags = list(np.random.default_rng(25).integers(0, 8, 30))
+    whole = naive.p_average(g, tags, 4, naive.flat, 1.0)
+    for i in range(30):
+        without = naive.p_average(np.delete(g, i, axis=0), tags[:i] + tags[i + 1 :], 4, naive.flat, 1.0)
+        assert np.linalg.norm(whole - without) <= naive.p_average_sensitivity(1.0, 4) * (1 + 1e-9)
+
+
+# Momentum per sample
+
+
+def test_momentum_per_sample_by_hand() -> None:
+    data = [np.array([1.0]), np.array([-3.0])]
+    zs = [np.array([0.5]), np.array([-1.0])]
+    w0, w1, w2 = naive.momentum_per_sample(
+        np.array([2.0]), data, naive.two_samples_gradient, 0.25, naive.flat, 5.0, 0.1, zs, 2, 0.5
+    )
+    assert w0 == [2.0]  # gradients 2 and 10, the second clipped to 5
+    assert w1 == pytest.approx(2 - 0.5 * (2 + 5 + 0.1 * 5 * 0.5) / 2)
+    m = [0.25 * 2 * (float(w1[0]) - x) + 0.75 * g for x, g in ((1, 2.0), (-3, 10.0))]
+    assert w2 == pytest.approx(float(w1[0]) - 0.5 * (m[0] + 5 - 0.1 * 5) / 2)
+
+
+def test_momentum_per_sample_without_memory_is_plain_descent() -> None:
+    zs = np.random.default_rng(26).standard_normal((4, 3))
+    found = naive.momentum_per_sample(START, list(POINTS), bowl, 1.0, naive.normalised, 1.0, 0.7, list(zs), 6, 0.2)
+    theta = START
+    for z, at in zip(zs, found[1:], strict=True):
+        g = np.array([bowl(theta, x) for x in POINTS])
+        theta = naive.dp_sgd_step(theta, g, naive.normalised, 1.0, 0.7, z, 6, 0.2)
+        np.testing.assert_allclose(at, theta)
+
+
+# BatchClipping
+
+
+def test_batch_norm_standardises_the_rows_it_is_given() -> None:
+    u = np.random.default_rng(27).standard_normal((5, 3)) * [1, 10, 100] + 7
+    out = naive.batch_norm(u, np.array([1.0, 2.0, 3.0]), np.array([0.0, -1.0, 4.0]), eps=0.0)
+    np.testing.assert_allclose(out.mean(axis=0), [0, -1, 4], atol=1e-12)
+    np.testing.assert_allclose(out.std(axis=0), [1, 2, 3], rtol=1e-12)
+
+
+def batch_clipping_case() -> tuple[np.ndarray, np.ndarray, np.ndarray, naive.Network]:
+    rng = np.random.default_rng(28)
+    theta = rng.standard_normal(5 * 4 + 5 + 5 + 5 + 3 * 5 + 3) * 0.7
+    return theta, rng.standard_normal((4, 4)), rng.standard_normal((20, 4)), naive.batch_norm_network(5, 3)
+
+
+def test_batch_clipping_is_the_gradient_that_autograd_finds() -> None:
+    theta, private, public, network = batch_clipping_case()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    ).double()
+    torch.nn.utils.vector_to_parameters(torch.tensor(theta), model.parameters())
+    for label, x in zip((0, 2, 1, 1), private, strict=True):
+        companions = public[label : label + 3]
+        output = model(torch.tensor(np.concatenate([x[None], companions])))[0]
+        loss = torch.nn.functional.cross_entropy(output[None], torch.tensor([label]))
+        assert naive.cross_entropy(output.detach().numpy(), label) == pytest.approx(loss.item())
+        expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))])
+        found = naive.batch_clipping(theta, x, label, companions, network, naive.cross_entropy)
+        np.testing.assert_allclose(found, expected.numpy(), atol=1e-9)
+
+
+def test_batch_clipping_sees_its_own_companions_in_any_order() -> None:
+    theta, private, public, network = batch_clipping_case()
+    one = naive.batch_clipping(theta, private[0], 1, public[:3], network, naive.cross_entropy)
+    same = naive.batch_clipping(theta, private[0], 1, public[[2, 0, 1]], network, naive.cross_entropy)
+    np.testing.assert_allclose(one, same, atol=1e-10)
+    other = naive.batch_clipping(theta, private[0], 1, public[3:6], network, naive.cross_entropy)
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_a_unit_of_one_row_has_no_gradient_before_its_batch_norm() -> None:
+    theta, private, public, network = batch_clipping_case()
+    g = naive.batch_clipping(theta, private[0], 1, public[:0], network, naive.cross_entropy)
+    np.testing.assert_allclose(g[:30], 0, atol=1e-10)  # W1, b1 and the scale: the row is its own mean
+    assert np.abs(g[30:]).max() > 1e-2
+
+
+def test_the_vote_is_the_commonest_prediction_and_the_smallest_class_of_a_tie() -> None:
+    network: naive.Network = lambda theta, rows: np.eye(3)[[int(rows[1, 0])] * len(rows)]  # the companion decides
+    x = np.zeros(1)
+
+    def vote(*classes: int) -> int:
+        return naive.batch_clipping_vote(x, x, [np.array([[float(c)]]) for c in classes], network)
+
+    assert vote(2, 1, 2, 0, 2) == 2
+    assert vote(2, 1, 1, 2) == 1
+    assert vote(0) == 0
+
+
+def test_the_vote_reads_the_output_of_the_sample_and_not_of_a_companion() -> None:
+    network: naive.Network = lambda theta, rows: np.array([np.eye(3)[int(row[0])] for row in rows])
+    draws = [np.array([[2.0], [2.0]])] * 3
+    assert naive.batch_clipping_vote(np.zeros(1), np.array([1.0]), draws, network) == 1
+
+
+# DiceSGD
+
+
+def dice_run(
+    gs: list[np.ndarray], memory: str, c1: float = 1.0, c2: float = 2.0, blocks: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The sums V_t and the errors E_t (the last one left over) for given gradients."""
+    sums, errors = [], [np.zeros(gs[0].shape[1])]
+    for t, g in enumerate(gs):
+        if blocks:
+            errors[-1] = naive.dice_block_error(errors[-1], t, blocks)
+        sums.append(naive.dice_sum(errors[-1], g, c1, c2))
+        errors.append(naive.dice_error(errors[-1], g, c1, c2, memory))
+    return sums, errors
+
+
+def test_dice_by_hand() -> None:
+    g = np.array([[3.0, 4.0], [0.3, 0.0]])
+    error = np.array([0.0, -10.0])
+    np.testing.assert_allclose(naive.dice_sum(error, g, 1.0, 2.0), [0.6 + 0.3, 0.8 - 2.0])
+    residual = np.array([2.4, 3.2])
+    np.testing.assert_allclose(naive.dice_error(error, g, 1.0, 2.0), [2.4, 3.2 - 8])
+    np.testing.assert_allclose(naive.dice_error(error, g, 1.0, 2.0, "none"), residual)
+    np.testing.assert_allclose(naive.dice_error(error, g, 1.0, 2.0, "bounded"), residual - [0, 2])
+    np.testing.assert_allclose(naive.dice_sum(error, g, 1.0, 2.0, naive.normalise), [0.6 + 1.0, 0.8 - 2.0])
+    found = naive.dice_error(error, g, 1.0, 2.0, "full", naive.normalise)
+    np.testing.assert_allclose(found, [2.4 - 0.7, 3.2 - 8])
+
+
+def test_with_full_memory_nothing_is_lost() -> None:
+    rng = np.random.default_rng(30)
+    gs = [rng.standard_normal((size, 3)) * 3 for size in (4, 0, 7, 1, 5)]
+    sums, errors = dice_run(gs, "full")
+    np.testing.assert_allclose(sum(sums) + errors[-1], sum(g.sum(axis=0) for g in gs))
+    for memory in ("none", "bounded"):
+        sums, errors = dice_run([10 * g for g in gs], memory)
+        assert np.linalg.norm(sum(sums) + errors[-1] - sum(10 * g.sum(axis=0) for g in gs)) > 1
+
+
+def test_the_scale_of_sums_is_the_papers_scale_of_means() -> None:
+    rng = np.random.default_rng(31)
+    batch, c1, c2, rate = 4, 1.0, 0.7, 0.3
+    theta, error = np.zeros(3), np.zeros(3)
+    x, e = np.zeros(3), np.zeros(3)
+    for _ in range(6):
+        g, w = rng.standard_normal((batch, 3)) * 4, rng.standard_normal(3)
+        theta, error = naive.dice_step(theta, error, g, c1, batch * c2, batch * w, batch, rate)
+        v = sum(naive.clip(g_i, c1) for g_i in g) / batch + naive.clip(e, c2)  # Algorithm 2, lines 5-7
+        x = x - rate * (v + w)
+        e = e + g.mean(axis=0) - v
+        np.testing.assert_allclose(theta, x)
+        np.testing.assert_allclose(error, batch * e)
+
+
+def test_automatic_dice_is_the_papers_algorithm_with_unit_vectors() -> None:
+    rng = np.random.default_rng(32)
+    batch, rate = 3, 0.3
+    theta, error, x, e = np.zeros(3), np.zeros(3), np.zeros(3), np.zeros(3)
+    for _ in range(6):
+        g, w = rng.standard_normal((batch, 3)) * 4, rng.standard_normal(3)
+        theta, error = naive.dice_step(theta, error, g, 1.0, batch, batch * w, batch, rate, shorten=naive.normalise)
+        v = sum(g_i / np.linalg.norm(g_i) for g_i in g) / batch + (e / np.linalg.norm(e) if e.any() else 0 * e)
+        x, e = x - rate * (v + w), e + g.mean(axis=0) - v
+        np.testing.assert_allclose(theta, x)
+        np.testing.assert_allclose(error, batch * e)
+
+
+def test_dice_with_adam_agrees_with_torch_and_keeps_noise_out_of_the_error() -> None:
+    rng = np.random.default_rng(33)
+    theta, error, moments = START, np.zeros(3), (np.zeros(3), np.zeros(3))
+    weight = torch.nn.Parameter(torch.tensor(START))
+    optimizer = torch.optim.Adam([weight], lr=0.05, betas=(0.8, 0.95), eps=1e-3)
+    plain = np.zeros(3)
+    for t in range(1, 6):
+        g, noise = rng.standard_normal((4, 3)) * 3, rng.standard_normal(3)
+        weight.grad = torch.tensor((naive.dice_sum(error, g, 1.0, 2.0) + noise) / 4)
+        optimizer.step()
+        theta, error, moments = naive.dice_adam_step(
+            theta, error, moments, t, g, 1.0, 2.0, noise, 4, 0.05, (0.8, 0.95), 1e-3
+        )
+        np.testing.assert_allclose(theta, weight.detach().numpy())
+        plain = naive.dice_error(plain, g, 1.0, 2.0)
+        np.testing.assert_array_equal(error, plain)
+
+
+def outlier_shifts(memory: str, steps: int = 12, blocks: int = 0, drawn: int = 1) -> list[float]:
+    """How one outlier, drawn once, moves the sums: C1 = 1, C2s = 2, its gradient as large as the attack needs."""
+    without = [np.zeros((1, 1))] * steps
+    with_it = [np.zeros((1, 1)) if t != drawn else np.array([[2.0 * (steps + 1) + 1]]) for t in range(steps)]
+    pair = [dice_run(gs, memory, 1.0, 2.0, blocks)[0] for gs in (with_it, without)]
+    return [float((a - b)[0]) for a, b in zip(*pair, strict=True)]
+
+
+def test_an_outlier_drawn_once_moves_every_later_sum_of_full_memory() -> None:
+    assert outlier_shifts("full") == [0.0, 1.0] + [2.0] * 10
+
+
+def test_an_outlier_moves_one_later_sum_without_memory_and_two_with_bounded_memory() -> None:
+    assert outlier_shifts("none") == [0.0, 1.0, 2.0] + [0.0] * 9
+    assert outlier_shifts("bounded") == [0.0, 1.0, 2.0, 2.0] + [0.0] * 8
+
+
+def test_an_outlier_moves_sums_until_its_block_ends() -> None:
+    assert outlier_shifts("full", blocks=4) == [0.0, 1.0, 2.0, 2.0] + [0.0] * 8
+    assert outlier_shifts("full", blocks=4, drawn=4) == [0.0] * 4 + [1.0, 2.0, 2.0, 2.0] + [0.0] * 4
+    assert outlier_shifts("full", blocks=4, drawn=7) == [0.0] * 7 + [1.0] + [0.0] * 4
+
+
+@pytest.mark.parametrize(("memory", "blocks", "reach"), [("none", 0, 1), ("bounded", 0, 2), ("full", 4, 3)])
+def test_one_draw_moves_the_sums_by_at_most_what_the_sound_bounds_assume(memory: str, blocks: int, reach: int) -> None:
+    rng = np.random.default_rng(34)
+    c1, c2, worst = 1.0, 2.0, 0.0
+    for _ in range(60):
+        gs = [rng.standard_normal((3, 2)) * 10 ** rng.uniform(-1, 2) for _ in range(8)]
+        more = [*gs[:4], np.concatenate([gs[4], rng.standard_normal((1, 2)) * 100]), *gs[5:]]
+        pair = [dice_run(one, memory, c1, c2, blocks)[0] for one in (gs, more)]
+        moved = [float(np.linalg.norm(a - b)) for a, b in zip(*pair, strict=True)]
+        assert moved[:4] == [0.0] * 4
+        assert moved[4] <= c1 * (1 + 1e-9)
+        if memory == "bounded":  # S4: 2√2 C2s over everything later
+            assert math.hypot(*moved[5:]) <= 2 * math.sqrt(2) * c2 * (1 + 1e-9)
+        assert all(m <= 2 * c2 * (1 + 1e-9) for m in moved[5 : 5 + reach])
+        if memory != "bounded":
+            np.testing.assert_allclose(moved[5 + reach :], 0, atol=1e-9)
+        worst = max(worst, moved[5])
+    assert worst > 1.9 * c2  # C2s alone would not do
+
+
+def test_blocks_draw_one_group_a_step_and_the_same_batch_on_average() -> None:
+    rates = np.array([[naive.dice_block_draws(t, group, 4, 0.05) for group in range(4)] for t in range(8)])
+    np.testing.assert_allclose(rates.sum(axis=1), 4 * 0.05)  # N/b records in each group: N q expected
+    np.testing.assert_array_equal(rates.argmax(axis=1), [0, 1, 2, 3, 0, 1, 2, 3])
+    assert (rates > 0).sum() == 8
+    with pytest.raises(ValueError, match="sampling_rate"):
+        naive.dice_block_draws(0, 0, 4, 0.3)
+
+
+# Post-processing
+
+
+def explicit_heavy_ball(released: np.ndarray, beta: float) -> np.ndarray:
+    return np.array([sum(beta ** (t - s) * released[s] for s in range(t + 1)) for t in range(len(released))])
+
+
+def test_outer_momentum_is_its_sum() -> None:
+    released = np.random.default_rng(35).standard_normal((7, 3))
+    np.testing.assert_allclose(naive.outer_momentum(list(released), 0.9), explicit_heavy_ball(released, 0.9))
+    np.testing.assert_allclose(naive.outer_momentum_as_printed(list(released), 0.6), explicit_heavy_ball(released, 0.4))
+    np.testing.assert_array_equal(naive.outer_momentum(list(released), 0.0), released)
+
+
+def test_exponential_averages_are_their_sums() -> None:
+    iterates = np.random.default_rng(36).standard_normal((6, 3))
+    d = 0.8
+    constant = naive.exponential_average(list(iterates), naive.constant_decay(d))
+    corrected = naive.exponential_average(list(iterates), naive.corrected_decay(d))
+    for t in range(6):
+        recent = sum((1 - d) * d ** (t - s) * iterates[s] for s in range(1, t + 1))
+        np.testing.assert_allclose(constant[t], d**t * iterates[0] + recent)
+        from_zero = sum((1 - d) * d ** (t - s) * iterates[s] for s in range(t + 1))
+        np.testing.assert_allclose(corrected[t], from_zero / (1 - d ** (t + 1)))
+
+
+def test_the_warm_up_begins_low_and_ends_at_the_decay() -> None:
+    decay = naive.warm_up_decay(0.99)
+    assert decay(1) == pytest.approx(2 / 11)
+    assert decay(10_000) == 0.99
+    assert [decay(t) for t in range(1, 2000)] == sorted(decay(t) for t in range(1, 2000))
+
+
+FILTERS = [
+    ((-0.9,), (0.1,)),  # exponential average
+    ((-0.9,), (0.05, 0.05)),
+    ((-1.2, 0.4), (0.1, 0.06, 0.04)),
+    ((), (0.25, 0.25, 0.25, 0.25)),  # moving average
+]
+
+
+@pytest.mark.parametrize(("a", "b"), FILTERS)
+def test_the_filter_is_the_one_that_signal_processing_knows(a: tuple[float, ...], b: tuple[float, ...]) -> None:
+    signal = pytest.importorskip("scipy.signal")
+    released = np.random.default_rng(37).standard_normal((30, 2))
+    expected = signal.lfilter(b, (1.0, *a), released, axis=0)
+    np.testing.assert_allclose(naive.recursive_filter(list(released), a, b), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("a", "b"), FILTERS)
+def test_doppler_passes_a_constant_unchanged_from_the_first_step(a: tuple[float, ...], b: tuple[float, ...]) -> None:
+    assert sum(b) - sum(a) == pytest.approx(1)
+    np.testing.assert_allclose(naive.doppler([START] * 40, a, b), np.tile(START, (40, 1)))
+    with pytest.raises(ValueError, match="b_0"):
+        naive.doppler([START], a, (0.0, *b))
+
+
+def test_doppler_with_one_pole_is_the_corrected_average_and_suppresses_noise() -> None:
+    released = np.random.default_rng(38).standard_normal((400, 3))
+    found = naive.doppler(list(released), (-0.9,), (0.1,))
+    np.testing.assert_allclose(found, naive.exponential_average(list(released), naive.corrected_decay(0.9)))
+    assert np.var(found[100:]) < 0.1  # (1 − 0.9)/(1 + 0.9) in theory
+
+
+@pytest.mark.parametrize(("kappa", "gamma"), [(0.7, 0.5), (0.3, 1.0), (0.9, 1 / 9)])
+def test_disk_tracks_the_gradient_of_a_quadratic_exactly(kappa: float, gamma: float) -> None:
+    theta, moved, m = START, np.zeros(3), None
+    for _ in range(8):
+        mean = np.mean([naive.disk_gradient(theta, moved, x, bowl, kappa, gamma) for x in POINTS], axis=0)
+        m = mean if m is None else naive.disk_filter([m, mean], kappa)[1]
+        np.testing.assert_allclose(m, np.mean([bowl(theta, x) for x in POINTS], axis=0), atol=1e-12)
+        following = theta - 0.2 * m
+        theta, moved = following, following - theta
+
+
+def test_disk_takes_one_gradient_when_gamma_undoes_the_gain() -> None:
+    moved = np.array([0.1, -0.2, 0.3])
+    kappa = 0.4
+    gamma = (1 - kappa) / kappa
+    found = naive.disk_gradient(START, moved, POINTS[0], ripple, kappa, gamma)
+    np.testing.assert_allclose(found, ripple(START + gamma * moved, POINTS[0]), atol=1e-15)
+    plain = naive.disk_gradient(START, 0 * moved, POINTS[0], ripple, 0.7, 0.5)
+    np.testing.assert_allclose(plain, ripple(START, POINTS[0]))
+
+
+def test_disk_filter_is_its_sum_and_begins_at_the_first_release() -> None:
+    released = np.random.default_rng(39).standard_normal((6, 3))
+    found = naive.disk_filter(list(released), 0.3)
+    np.testing.assert_array_equal(found[0], released[0])
+    for t in range(1, 6):
+        explicit = 0.7**t * released[0] + sum(0.3 * 0.7 ** (t - s) * released[s] for s in range(1, t + 1))
+        np.testing.assert_allclose(found[t], explicit)
+
+
+def test_adam_agrees_with_torch() -> None:
+    rng = np.random.default_rng(40)
+    theta, moments = START, (np.zeros(3), np.zeros(3))
+    weight = torch.nn.Parameter(torch.tensor(START))
+    optimizer = torch.optim.Adam([weight], lr=0.1, betas=(0.7, 0.9), eps=1e-2)
+    for t in range(1, 8):
+        g = rng.standard_normal(3)
+        weight.grad = torch.tensor(g)
+        optimizer.step()
+        theta, moments = naive.adam_step(theta, moments, t, g, 0.1, (0.7, 0.9), 1e-2)
+        np.testing.assert_allclose(theta, weight.detach().numpy())
+
+
+def test_adam_bc_divides_by_the_signal_alone() -> None:
+    # Noise of exactly its variance at every step: g = (2 ± s, ± s), so the averages of g² are known in closed form.
+    s, theta, moments = 0.5, np.zeros(2), (np.zeros(2), np.zeros(2))
+    for t in range(1, 201):
+        sign = 1.0 if t % 2 else -1.0
+        before = theta
+        theta, moments = naive.adam_bc_step(
+            theta, moments, t, np.array([2 + sign * s, sign * s]), 0.1, s, 1e-4, (0.5, 0.999)
+        )
+    m_hat, v_hat = moments[0] / (1 - 0.5**200), moments[1] / (1 - 0.999**200)
+    assert v_hat[1] == pytest.approx(s**2)  # nothing but noise, still in the average ...
+    np.testing.assert_allclose(before[1] - theta[1], 0.1 * m_hat[1] / math.sqrt(1e-4))  # ... and gone under the root
+    np.testing.assert_allclose(before[0] - theta[0], 0.1 * m_hat[0] / math.sqrt(v_hat[0] - s**2))
+    assert v_hat[0] - s**2 == pytest.approx(4, rel=0.01)
+
+
+def test_adam_bc_without_noise_is_adam() -> None:
+    g, zero = np.array([1.0, -3.0]), (np.zeros(2), np.zeros(2))
+    corrected, _ = naive.adam_bc_step(np.zeros(2), zero, 1, g, 0.1, 0.0, 1e-12)
+    np.testing.assert_allclose(corrected, naive.adam_step(np.zeros(2), zero, 1, g, 0.1, eps=0.0)[0])
+
+
+# The papers' examples
+
+
+def descend(weigh: naive.Weigh, grad: naive.Grad, data: np.ndarray, at: float, clip_norm: float, steps: int) -> float:
+    w = np.array([at])
+    for _ in range(steps):
+        summed = naive.private_sum(lambda s, w=w: grad(w, s), list(data), 1, weigh, clip_norm)
+        w = w - 0.3 * summed / len(data)
+    return float(w[0])
+
+
+def test_two_samples_cancel_when_normalised_although_the_optimum_is_elsewhere() -> None:
+    g = np.array([naive.two_samples_gradient(np.zeros(1), s) for s in naive.TWO_SAMPLES])
+    np.testing.assert_array_equal(g, [[-2.0], [6.0]])
+    np.testing.assert_array_equal(naive.normalised(g, 1.0), [0.0])
+    plain = descend(naive.flat, naive.two_samples_gradient, naive.TWO_SAMPLES, 0.0, 1e9, 200)
+    assert plain == pytest.approx(naive.TWO_SAMPLES_OPTIMUM)
+    for start in (-2.9, 0.0, 0.9):
+        assert descend(naive.normalised, naive.two_samples_gradient, naive.TWO_SAMPLES, start, 1.0, 100) == start
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1.0, 3.9, 4.0, 9.0])
+def test_two_samples_are_stuck_exactly_where_stated(clip_norm: float) -> None:
+    low, high = naive.two_samples_stuck(clip_norm)
+
+    def force(w: float) -> float:
+        g = np.array([naive.two_samples_gradient(np.array([w]), s) for s in naive.TWO_SAMPLES])
+        return float(naive.flat(g, clip_norm)[0])
+
+    for w in np.linspace(low, high, 7):
+        assert force(w) == pytest.approx(0, abs=1e-12)
+    assert force(low - 1e-3) < -1e-4
+    assert force(high + 1e-3) > 1e-4
+
+
+def test_averaging_the_two_samples_first_reaches_the_optimum() -> None:
+    w = np.zeros(1)
+    for _ in range(400):
+        g = np.array([naive.two_samples_gradient(w, s) for s in naive.TWO_SAMPLES])
+        w = w - 0.05 * naive.p_average(g, [0, 0], 2, naive.flat, 1.0)
+    assert float(w[0]) == pytest.approx(naive.TWO_SAMPLES_OPTIMUM)
+
+
+CLIPS = [0.1, 0.5, 1.0, 1.5, 2.0, 3.7]
+
+
+@pytest.mark.parametrize("clip_norm", CLIPS)
+def test_clipped_descent_ends_at_a_constant_distance_from_the_optimum(clip_norm: float) -> None:
+    grad = naive.clipping_bias_gradient(naive.clipping_bias_slope(clip_norm))
+    samples = naive.clipping_bias_samples(clip_norm)
+    assert samples.sum() == 0
+    expected = naive.clipping_bias_fixed_point(clip_norm)
+    for start in (-5.0, 0.0, 5.0):
+        assert descend(naive.flat, grad, samples, start, clip_norm, 1500) == pytest.approx(expected, abs=1e-6)
+        plain = descend(naive.flat, grad, samples, start, 1e9, 300)
+        assert plain == pytest.approx(naive.CLIPPING_BIAS_OPTIMUM, abs=1e-6)
+    assert abs(expected) >= (0.5 if clip_norm <= 1 else 1 / naive.clipping_bias_slope(clip_norm))
+
+
+@pytest.mark.parametrize("clip_norm", CLIPS)
+def test_error_feedback_ends_at_the_optimum_and_at_the_stated_error(clip_norm: float) -> None:
+    grad = naive.clipping_bias_gradient(naive.clipping_bias_slope(clip_norm))
+    samples = naive.clipping_bias_samples(clip_norm)
+    n = len(samples)
+    for start in (-2.0, 3.0):
+        x, error = np.array([start]), np.zeros(1)
+        for _ in range(1500):
+            g = np.array([grad(x, s) for s in samples])
+            x, error = naive.dice_step(x, error, g, clip_norm, n * clip_norm, np.zeros(1), n, 0.1)
+        assert float(x[0]) == pytest.approx(naive.CLIPPING_BIAS_OPTIMUM, abs=1e-6)
+        assert float(error[0]) == pytest.approx(naive.clipping_bias_error(clip_norm), abs=1e-5)
+    assert abs(naive.clipping_bias_error(clip_norm)) <= n * clip_norm
