@@ -35,6 +35,20 @@ BU_2023_CONVERGENCE = Citation(
     "Transactions on Machine Learning Research",
     2023,
 )
+DE_2022 = Citation(
+    "de2022unlocking",
+    "De, Soham and Berrada, Leonard and Hayes, Jamie and Smith, Samuel L. and Balle, Borja",
+    "Unlocking High-Accuracy Differentially Private Image Classification through Scale",
+    "arXiv 2204.13650",
+    2022,
+)
+KNOLLE_2023 = Citation(
+    "knolle2023bias",
+    "Knolle, Moritz and Dorfman, Robert and Ziller, Alexander and Rueckert, Daniel and Kaissis, Georgios",
+    "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private SGD",
+    "arXiv 2308.12018",
+    2023,
+)
 MCMAHAN_2018 = Citation(
     "mcmahan2018general",
     "McMahan, H. Brendan and Andrew, Galen and Erlingsson, Ulfar and Chien, Steve and Mironov, Ilya and Papernot, "
@@ -43,11 +57,25 @@ MCMAHAN_2018 = Citation(
     "NeurIPS Workshop on Privacy Preserving Machine Learning",
     2018,
 )
+PARK_2023 = Citation(
+    "park2023differentially",
+    "Park, Jinseong and Kim, Hoki and Choi, Yujin and Lee, Jaewook",
+    "Differentially Private Sharpness-Aware Training",
+    "International Conference on Machine Learning",
+    2023,
+)
 XIA_2023 = Citation(
     "xia2023differentially",
     "Xia, Tianyu and Shen, Shuheng and Yao, Su and Fu, Xinyi and Xu, Ke and Xu, Xiaolong and Fu, Xing",
     "Differentially Private Learning with Per-Sample Adaptive Clipping",
     "AAAI Conference on Artificial Intelligence",
+    2023,
+)
+XIAO_2023 = Citation(
+    "xiao2023theory",
+    "Xiao, Hanshen and Xiang, Zihang and Wang, Di and Devadas, Srinivas",
+    "A Theory to Instruct Differentially-Private Learning via Clipping Bias Reduction",
+    "IEEE Symposium on Security and Privacy",
     2023,
 )
 YANG_2022 = Citation(
@@ -56,4 +84,18 @@ YANG_2022 = Citation(
     "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex Optimization",
     "arXiv 2206.13033",
     2022,
+)
+ZHANG_2024_DICE = Citation(
+    "zhang2024differentially",
+    "Zhang, Xinwei and Bu, Zhiqi and Wu, Zhiwei Steven and Hong, Mingyi",
+    "Differentially Private SGD Without Clipping Bias: An Error-Feedback Approach",
+    "International Conference on Learning Representations",
+    2024,
+)
+ZHANG_2024_DISK = Citation(
+    "zhang2024disk",
+    "Zhang, Xinwei and Bu, Zhiqi and Balle, Borja and Hong, Mingyi and Razaviyayn, Meisam and Mirrokni, Vahab",
+    "DiSK: Differentially Private Optimizer with Simplified Kalman Filter for Noise Reduction",
+    "International Conference on Learning Representations",
+    2025,
 )

@@ -1,0 +1,30 @@
+"""``clipwise models``: the networks that a name can choose.
+
+Receives: Output.
+Gives: a table of names, sizes, samples and papers, or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich.table import Table
+from rich.text import Text
+
+from clipwise import models
+from clipwise.cli.screen import rendered
+from clipwise.config import Output
+
+
+def run(config: Output) -> str:
+    """A row for each network."""
+    rows = models.list()
+    if config.json:
+        return json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "parameters", "one sample", "made for", "paper"):
+        table.add_column(title, justify="right" if title == "parameters" else "left", no_wrap=title == "name")
+    for row in rows:
+        table.add_row(row.name, f"{row.parameters:,}".replace(",", " "), Text(str(row.shape)), row.data, row.paper)
+    return rendered(table)
