@@ -58,6 +58,11 @@ def test_the_bias_is_its_definition(text: str, weigh: naive.Weigh) -> None:
         assert bias.direction_error == pytest.approx(
             np.linalg.norm(clipped - along) / np.linalg.norm(clipped), abs=1e-4
         )
+        # g̃ = a ĝ + c
+        assert bias.along == pytest.approx((clipped @ true) / (true @ true), rel=1e-4)
+        assert bias.across == pytest.approx(float(np.linalg.norm(clipped - along)), abs=1e-4)
+        assert bias.length == pytest.approx(float(np.linalg.norm(clipped)), rel=1e-4)
+        assert bias.magnitude**2 == pytest.approx((1 - bias.along) ** 2 * (true @ true) + bias.across**2)
         norms = np.sort(np.linalg.norm(g, axis=1))
         assert norms[14] * (1 - 1e-9) <= bias.median_norm <= norms[15] * (1 + 1e-9)
 
@@ -75,6 +80,11 @@ def test_the_share_of_clipped_samples_is_counted(share: float) -> None:
     g *= np.where(np.arange(20) < 20 * share, 5.0, 0.2)[:, None] / np.linalg.norm(g, axis=1, keepdims=True)
     g[-1] *= share == 1.0 or 0.0  # a gradient of zero is not shortened
     assert clipping_bias(gradients(g), cw.flat(1.0)).clipped == pytest.approx(share)
+
+
+def test_a_gradient_shortened_by_the_margin_for_rounding_alone_is_not_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipwise.step.MARGIN", 2.0**-9)  # what a GPU's products need
+    assert clipping_bias(gradients(rows()), cw.flat(1e9)).clipped == 0
 
 
 def test_a_smaller_clip_norm_has_a_larger_bias() -> None:

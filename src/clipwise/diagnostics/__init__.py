@@ -1,9 +1,37 @@
-"""Measurements of what clipping does. Everything here reads raw gradients: not private, for the data's owner only.
+"""Measurements of what clipping does. Everything here reads raw gradients or labels: not private.
 
-Receives: per-sample gradients and methods.
-Gives: numbers marked ``not private``.
+Receives: per-sample gradients and methods; logits and labels.
+Gives: numbers marked ``not private``; on a public proxy they cost the training data nothing, and say that too.
+
+To read in this order: seen (one pass over a batch's gradients), bias (one method), measure (several methods, and the
+monitor of a run), window (over iterates), ntk (the tangent kernel under clipping), calibration (of predictions).
 """
 
-from clipwise.diagnostics.bias import ClippingBias, clipping_bias
+from clipwise.diagnostics.bias import ClippingBias, Effect, clipping_bias
+from clipwise.diagnostics.calibration import Calibration, calibration, temperature
+from clipwise.diagnostics.measure import Diagnosis, Monitor, measure
+from clipwise.diagnostics.ntk import Flow, Kernel, Tangent, flow, gram, kernel, logit, logit_rows, ntk
+from clipwise.diagnostics.window import Independence, independence
 
-__all__ = ["ClippingBias", "clipping_bias"]
+__all__ = [
+    "Calibration",
+    "ClippingBias",
+    "Diagnosis",
+    "Effect",
+    "Flow",
+    "Independence",
+    "Kernel",
+    "Monitor",
+    "Tangent",
+    "calibration",
+    "clipping_bias",
+    "flow",
+    "gram",
+    "independence",
+    "kernel",
+    "logit",
+    "logit_rows",
+    "measure",
+    "ntk",
+    "temperature",
+]

@@ -1,58 +1,167 @@
 """Clipping bias: how far the mean of the weighted gradients is from the true mean.
 
 Receives: per-sample gradients of one batch and a method.
-Gives: ClippingBias, not private.
+Gives: ClippingBias, overall and for each layer, not private.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.methods import Method
+from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen
+from clipwise.methods import Block, Method
 from clipwise.records import SampleGradients
 from clipwise.step import weigh
-from clipwise.types import Gradient
+from clipwise.types import Gradient, InputError, positive
 
 NOT_PRIVATE = "not private: for the data's owner only"
 
 
 @dataclass(frozen=True)
 class ClippingBias:
-    """Bias of one batch's clipped mean g̃ as an estimate of the true mean ĝ. Not private."""
+    """Bias of one batch's clipped mean g̃ as an estimate of the true mean ĝ. Not private.
+
+    Guarantees: magnitude² = (1 − along)² ‖ĝ‖² + across², since g̃ = a ĝ + c with c orthogonal to ĝ.
+    Edge cases: cosine and along are 0 where ĝ or g̃ is 0.
+    """
 
     magnitude: float  # ‖g̃ − ĝ‖ (paper 3, Fig. 2)
-    cosine: float  # of g̃ and ĝ: the directional part, free of scale (paper 3, Fig. 6)
+    cosine: float  # of g̃ and ĝ: the directional part, free of scale (paper 3, Fig. 6; paper 4, Fig. 3)
+    along: float  # a in g̃ = a ĝ + c: the magnitude error, which a learning rate can undo (paper 3, appendix C)
+    across: float  # ‖c‖: the directional error, which nothing undoes
+    length: float  # ‖g̃‖
     clipped: float  # share of samples that were shortened
     median_norm: float
+    noise: float | None = None  # root mean square length of the released gradient's noise, where that is known
     note: str = NOT_PRIVATE
 
     @property
     def direction_error(self) -> float:
         """Share of g̃ that does not lie along ĝ: ‖c‖/‖g̃‖ in g̃ = a ĝ + c (paper 3, appendix C). 0 is unbiased."""
-        return max(0.0, 1 - self.cosine**2) ** 0.5
+        return self.across / self.length if self.length else 0.0
+
+    @property
+    def signal_to_noise(self) -> float | None:
+        """‖g̃‖ over the length of the noise that is released with it."""
+        return self.length / self.noise if self.noise else None
+
+    @property
+    def alignment(self) -> float | None:
+        """Cosine of the released gradient with ĝ, where the noise has its usual length and is orthogonal to both.
+
+        Bias and noise in one number that no learning rate changes: cos · ‖g̃‖/√(‖g̃‖² + noise²). In d dimensions a
+        single draw differs from it by about 1/√d.
+        """
+        return self.cosine * self.length / math.hypot(self.length, self.noise) if self.noise else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, with what follows from them."""
+        derived = ("direction_error", "signal_to_noise", "alignment")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one method does to a batch of gradients: to the whole gradient, and to each layer's part. Not private."""
+
+    whole: ClippingBias
+    layers: Mapping[str, ClippingBias]
+    unseen: str = ""  # state of the method that a single batch does not show
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        layers = {name: bias.as_dict() for name, bias in self.layers.items()}
+        return {**self.whole.as_dict(), "unseen": self.unseen, "layers": layers}
 
 
 def clipping_bias(gradients: SampleGradients, method: Method) -> ClippingBias:
     """The bias that ``method`` would have on these samples; several methods may look at the same gradients."""
-    blocks = method.blocks(gradients.names)
+    looked = seen(gradients)
+    return effect(looked, method, looked.mean()).whole
+
+
+def effect(
+    looked: Seen,
+    method: Method,
+    true: Mean,
+    *,
+    noise_multiplier: float | None = None,
+    expected_batch: float | None = None,
+) -> Effect:
+    """What ``method`` makes of the gradients that were seen, as an estimate of the mean ``true``.
+
+    ``looked`` is what the method weighs: gradients at θ, or where its probe takes them. With the noise multiplier and
+    the expected batch, also the noise that would be released with it.
+    """
+    names = looked.gradients.names
+    blocks = method.blocks(names)
     groups = [block.names for block in blocks]
-    norms = gradients.norms(groups)
-    weights = weigh(blocks, norms)
-    everyone = torch.full((gradients.samples,), 1 / gradients.samples, dtype=norms.dtype, device=norms.device)
-    true = _flat(gradients.weighted_sum(everyone))
-    clipped = _flat(gradients.weighted_sum(weights / gradients.samples, groups))
-    cosine = torch.nn.functional.cosine_similarity(true, clipped, dim=0)
-    joint = norms.square().sum(1).sqrt()
+    norms = torch.stack([looked.sq_norms(group) for group in groups], 1).sqrt()  # [unit, block]
+    weights = weigh(blocks, norms)  # 0 for a gradient that is zero or was not finite
+    clipped = looked.gradients.weighted_sum(weights / looked.count, groups)
+    # by the method's own ω: the step's margin for rounding shortens every gradient a little
+    short = torch.stack([block.weigh(n) < 1 for block, n in zip(blocks, norms.unbind(1), strict=True)], 1)
+    short &= norms > 0
+    block_of = {name: i for i, block in enumerate(blocks) for name in block.names}
+    products = _products(true, clipped)
+    noise = _noise(looked, blocks, method, noise_multiplier, expected_batch)
+
+    def part(own: Sequence[str]) -> ClippingBias:
+        within = sorted({block_of[name] for name in own})
+        squares = looked.sq_norms(own)
+        shortened = short[:, within].any(1) & (squares > 0)
+        return _bias(
+            true.sq_norm(own),
+            *(sum(products[name][k] for name in own) for k in range(2)),
+            clipped=float(looked.kept(shortened).double().mean()),
+            median_norm=float(looked.kept(squares).sqrt().median()),
+            noise=None if noise is None else math.sqrt(sum(noise[name] for name in own)),
+        )
+
+    unseen = "feedback" if method.feedback else "momentum of each sample" if method.recall else ""
+    return Effect(part(names), {layer: part(own) for layer, own in layers_of(names).items()}, unseen)
+
+
+def _products(true: Mean, clipped: Gradient) -> dict[str, list[float]]:
+    """⟨g̃, g̃⟩ and ⟨g̃, ĝ⟩ of each parameter, in float64; one transfer from the device for all of them."""
+    rows = []
+    for name, mean in true.value.items():
+        own = clipped[name].double().flatten()
+        rows.append(torch.stack([own @ own, own @ mean.flatten()]))
+    return dict(zip(true.value, torch.stack(rows).tolist(), strict=True))
+
+
+def _bias(gg: float, kk: float, kg: float, **known: Any) -> ClippingBias:
+    along = kg / gg if gg > 0 else 0.0
     return ClippingBias(
-        magnitude=float(torch.linalg.vector_norm(clipped - true)),
-        cosine=float(cosine),
-        clipped=float(((weights < 1 - 1e-4) & (norms > 0)).any(1).double().mean()),
-        median_norm=float(joint.median()),
+        magnitude=math.sqrt(max(0.0, kk - 2 * kg + gg)),
+        cosine=kg / math.sqrt(gg * kk) if gg > 0 and kk > 0 else 0.0,
+        along=along,
+        across=math.sqrt(max(0.0, kk - along * kg)),
+        length=math.sqrt(kk),
+        **known,
     )
 
 
-def _flat(gradient: Gradient) -> Tensor:
-    return torch.cat([gradient[name].double().flatten() for name in sorted(gradient)])
+def _noise(
+    looked: Seen, blocks: Sequence[Block], method: Method, noise_multiplier: float | None, expected_batch: float | None
+) -> dict[str, float] | None:
+    """Expected squared length of the noise in each parameter of the released mean: d (σ C_r)²/share_r/B²."""
+    if (noise_multiplier is None) != (expected_batch is None):
+        raise InputError("the noise of a release needs both its noise_multiplier and its expected_batch, got one")
+    if noise_multiplier is None or expected_batch is None:
+        return None
+    scale = positive("noise_multiplier", noise_multiplier) * method.moves
+    units = positive("expected_batch", expected_batch) / method.unit
+    like: Mapping[str, Tensor] = looked.gradients.like
+    return {
+        name: like[name].numel() * (scale * block.bound / units) ** 2 / block.share
+        for block in blocks
+        for name in block.names
+    }

@@ -1,0 +1,77 @@
+"""One batch's per-sample gradients, gone over once: what every diagnostic of them begins with.
+
+Receives: per-sample gradients.
+Gives: Seen: squared norms by parameter; Mean, the true mean; samples whose gradient is not finite are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipwise.methods import layerwise
+from clipwise.records import SampleGradients
+from clipwise.types import Gradient, InputError
+
+
+@dataclass(frozen=True)
+class Mean:
+    """ĝ = (1/n) Σ v_i, in float64, and its squared length in each parameter."""
+
+    value: Gradient
+    squares: Mapping[str, float]
+
+    def sq_norm(self, names: Sequence[str]) -> float:
+        """‖ĝ‖² over these parameters."""
+        return sum(self.squares[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The gradients v_i with their squared norms. Secret: everything computed from it is not private."""
+
+    gradients: SampleGradients  # exact zeros where not finite
+    squares: Tensor  # ‖v_i‖² of each parameter, in float64 [sample, parameter]
+    finite: Tensor  # [sample]
+
+    @property
+    def count(self) -> int:
+        """The number of samples with a finite gradient; 1 where there is none, so that means are zero."""
+        return max(1, int(self.finite.sum()))
+
+    def sq_norms(self, names: Sequence[str]) -> Tensor:
+        """‖v_i‖² over these parameters. [sample]."""
+        own = self.gradients.names
+        return self.squares[:, [own.index(name) for name in names]].sum(1)
+
+    def mean(self) -> Mean:
+        """ĝ = (1/n) Σ v_i over the finite ones."""
+        total = self.gradients.weighted_sum(self.finite.double() / self.count)
+        value = {name: total[name].double() for name in self.gradients.names}
+        flat = [part.flatten() for part in value.values()]
+        squares = torch.stack([part @ part for part in flat]).tolist()  # one transfer from the device for all
+        return Mean(value, dict(zip(value, squares, strict=True)))
+
+    def kept(self, values: Tensor) -> Tensor:
+        """The rows that belong to finite samples; all of them, which are zeros, where there is none."""
+        return values[self.finite] if bool(self.finite.any()) else values
+
+
+def seen(gradients: SampleGradients) -> Seen:
+    """Norms of every parameter's gradients in one pass: any group's norm is the root of a sum of these squares."""
+    if not gradients.samples:
+        raise InputError("expected the gradients of at least one sample, got none; give a batch with rows")
+    squares = gradients.norms([[name] for name in gradients.names]).double().square()
+    finite = squares.isfinite().all(1)
+    if not bool(finite.all()):
+        gradients, squares = gradients.masked(finite), torch.where(finite[:, None], squares, 0.0)
+    return Seen(gradients, squares, finite)
+
+
+def layers_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Layer → its parameters, as ``layerwise`` has them: what shares a module, weight and bias together."""
+    blocks = layerwise().blocks(names)
+    return {block.names[0].rpartition(".")[0] or "(model)": block.names for block in blocks}
