@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipwise
 from clipwise.methods import adaptive, flat, layerwise
-from clipwise.records import Capture, trainable
+from clipwise.records import Capture, traced, trainable
 from clipwise.records import compiled as compiled_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
+from clipwise.records.tape import tensors
 from clipwise.step import private_sum
 from clipwise.types import InputError, Refused
 
@@ -127,3 +129,79 @@ def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method
         )
         ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.allclose(*ends, rtol=1e-6)
+
+
+def normalised_graph() -> tuple[Any, dict[str, Tensor], Any]:
+    """A traced graph of norms in which the compiler's two passes would compute statistics twice."""
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.LayerNorm(16))
+    net = nn.Sequential(*layers, nn.Linear(16, 3)).double().to(memory_format=torch.channels_last)
+    rows = torch.randn(5, 2, 4, 4, dtype=torch.float64).to(memory_format=torch.channels_last)
+    both = (rows, torch.tensor([0, 1, 2, 0, 1]))
+    names = tuple(trainable(net))
+    values = {name: p.detach() for name, p in trainable(net).items()}
+    graph = traced(net, loss, both, lambda g: (g.norms([names]), g.weighted_sum(torch.ones(5, 1), [names])))
+    return graph, values, both
+
+
+def calls(graph: Any, name: str) -> int:
+    return sum(name in str(node.target) for node in graph.graph.nodes)
+
+
+def test_a_lean_graph_computes_no_statistics_twice_and_gives_the_same_numbers() -> None:
+    graph, values, both = normalised_graph()
+    expected = graph(values, both)
+    found = compiled_module.lean(graph, values, both)
+    assert (
+        calls(found, "native_group_norm.default") == 0 and calls(found, "var_mean") == 2
+    )  # of the group and the layer norm
+    for one, other in zip(tensors(found(values, both)), tensors(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_copies_to_channels_first_before_a_group_norm_are_dropped_and_the_numbers_stay() -> None:
+    def function(x: Tensor) -> Tensor:
+        first = x.clone(memory_format=torch.contiguous_format)
+        return torch.native_group_norm(first, None, None, 5, 4, 6, 2, 1e-5)[0].flatten(1)
+
+    x = torch.randn(5, 4, 2, 3).to(memory_format=torch.channels_last)
+    graph = make_fx(function)(x)
+    assert calls(graph, "clone") == 1
+    expected = graph(x)
+    assert calls(compiled_module.relaid(graph), "clone") == 0
+    torch.testing.assert_close(graph(x), expected)
+
+
+def test_what_is_written_in_place_is_neither_lost_nor_taken_for_a_repeat() -> None:
+    def function(x: Tensor) -> Tensor:
+        y = 2 * x
+        before, y = y.exp(), y.relu_()
+        normal = torch.native_group_norm(y.clone(memory_format=torch.contiguous_format), None, None, 5, 4, 6, 2, 1e-5)
+        y.add_(1)
+        return before + y.exp() + normal[0]
+
+    x = torch.randn(5, 4, 2, 3)
+    graph = make_fx(function)(x)
+    assert calls(graph, "relu_") == 1
+    torch.testing.assert_close(compiled_module.lean(graph, x)(x), function(x))
+
+
+def test_costly_repeats_are_done_once_and_what_is_cheap_random_or_of_another_type_is_left() -> None:
+    def function(x: Tensor) -> Tensor:
+        one, other = x.exp().sum(0), x.exp().sum(0)  # the sums are the same value, though their arguments are two nodes
+        narrow = x.to(torch.bfloat16) @ x.T.to(torch.bfloat16) + x.to(torch.bfloat16) @ x.T.to(torch.bfloat16)
+        return one + other + narrow.sum() + torch.rand_like(x) + torch.rand_like(x) + x.sum(0, keepdim=True) + x.sum(0)
+
+    found = compiled_module.without_repeats(make_fx(function)(torch.zeros(3, 3)))
+    found.graph.eliminate_dead_code()
+    assert (calls(found, "rand_like"), calls(found, "_to_copy"), calls(found, "mm")) == (2, 2, 1)
+    assert calls(found, "sum.dim_IntList") == 3  # of exp, and of x in two ways
+
+
+def test_the_compiler_is_told_not_to_pad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: given.append(options) or graph)
+    net = model()
+    names = tuple(trainable(net))
+    CompiledCapture(net, loss, ROWS, [names], {"options": {"max_autotune": True}})(batch(ROWS))
+    assert [options["options"] for options in given] == 2 * [{"max_autotune": True, "comprehensive_padding": False}]

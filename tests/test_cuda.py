@@ -139,3 +139,58 @@ def test_a_sum_over_chunks_is_the_sum_over_the_batch(case: Any) -> None:
     pieces, _ = private_sum(flat(0.1), parameters, [capture(tuple(t[i : i + 2] for t in data)) for i in range(0, N, 2)])
     for name, value in whole.parts[0].value.items():
         assert torch.allclose(value, pieces.parts[0].value[name], rtol=1e-2, atol=1e-4)
+
+
+class Language(nn.Module):
+    """A table tied to its output layer, with a number of words that no alignment likes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5003, 64), nn.LayerNorm(64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.linear(self.norm(self.table(ids)), self.table.weight).transpose(1, 2)
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["as it is", "bfloat16"])
+def test_graphs_that_return_rows_of_odd_width_give_the_eager_numbers(narrow: bool) -> None:
+    # with padded rows, torch 2.11's compiler read what nothing had written
+    torch.manual_seed(0)
+    model, ids = Language().cuda(), torch.randint(0, 5003, (N, 33), device="cuda")
+
+    def losses(model: nn.Module, ids: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
+            return F.cross_entropy(model(ids[:, :-1]), ids[:, 1:], reduction="none").mean(1)
+
+    names = tuple(trainable(model))
+    fast, slow = CompiledCapture(model, losses, N, [names])(ids), Capture(model, losses)(ids)
+    assert torch.allclose(fast.norms([names]), slow.norms([names]), rtol=2e-2 if narrow else 2e-3)
+    weights = torch.rand(N, 1, device="cuda")
+    first, second = fast.weighted_sum(weights, [names]), slow.weighted_sum(weights, [names])
+    for name in names:
+        assert torch.linalg.vector_norm(first[name] - second[name]) <= 3e-2 * torch.linalg.vector_norm(second[name])
+
+
+def test_convolutions_in_bfloat16_give_the_float64_norms_and_sums_of_what_they_saw() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 64, 3, stride=2), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Conv2d(64, 128, 3), nn.Flatten(), nn.Linear(128 * 25, 3)).cuda()
+    model = model.to(memory_format=torch.channels_last)
+    batch = torch.randn(N, 3, 16, 16, device="cuda"), torch.randint(0, 3, (N,), device="cuda")
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss(model, batch)
+
+    found = Capture(model, losses)(batch)
+    weights = torch.rand(N, device="cuda")
+    norms, sums = found.norms(), found.weighted_sum(weights)
+    wide = {
+        name: [r.__class__(*(f.double() if isinstance(f, Tensor) else f for f in vars(r).values())) for r in records]
+        for name, records in found.records.items()
+    }
+    squares = sum(record.sq_norm() for records in wide.values() for record in records)
+    torch.testing.assert_close(norms.double().square(), squares, rtol=1e-4, atol=0)
+    for name, (record,) in wide.items():
+        expected = record.total(weights.double())
+        assert (sums[name].double() - expected).norm() <= 1e-4 * (weights.double() @ record.sq_norm().sqrt())

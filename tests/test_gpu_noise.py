@@ -242,7 +242,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bytes, int]]:
         made.append((scale, key, nonce))
         return value.clone()
 
+    def record_all(values: list[Tensor], scales: list[float], key: bytes, nonce: int) -> list[Tensor]:
+        return [record(value, scale, key, nonce) for value, scale in zip(values, scales, strict=True)]
+
     monkeypatch.setattr(gpu_noise, "noisy", record)
+    monkeypatch.setattr(gpu_noise, "noisy_all", record_all)
     return made
 
 
@@ -270,14 +274,14 @@ def test_cuda_tensors_of_a_seeded_stream_repeat_with_seed_and_step_and_share_no_
         assert (key, int.from_bytes(nonce[4:], "little")) not in others
 
 
-def test_a_release_sends_each_cuda_tensor_to_the_kernel_and_the_rest_keeps_its_numbers(
+def test_a_release_sends_all_cuda_tensors_to_one_launch_and_the_rest_keeps_its_numbers(
     calls: list[tuple[float, bytes, int]],
 ) -> None:
     here, there = torch.ones(3, 2), torch.ones(4).as_subclass(OnCuda)
     parts = (Part({"a": there, "b": here}, 0.5, 0.25), Part({"c": there, "d": torch.tensor(2.0)}, 3.0, 0.75))
     released = release(PrivateSum(parts), PoissonGaussian(2.0, 0.1), SeededStream(5)).gradient
     scales = [2.0 * 0.5 / math.sqrt(0.25), 2.0 * 3.0 / math.sqrt(0.75)]
-    assert [scale for scale, _, _ in calls] == scales and len({nonce for _, _, nonce in calls}) == 2
+    assert [scale for scale, _, _ in calls] == scales and len({(key, nonce) for _, key, nonce in calls}) == 1
     noise = SeededStream(5).normal([7])
     assert torch.equal(released["b"], (here.double() + scales[0] * noise[:6].view(3, 2)).float())
     assert torch.equal(released["d"], (2.0 + scales[1] * noise[6]).float())
@@ -305,3 +309,30 @@ def test_a_stream_s_noise_on_cuda_is_normal_and_stays_there() -> None:
         assert stats.kstest((out.double().flatten().cpu() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
     repeated = [SeededStream(3).at(1).noisy(value, 0.5) for _ in range(2)]
     assert torch.equal(*repeated) and not torch.equal(repeated[0], SeededStream(3).at(2).noisy(value, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: str, dtype: torch.dtype) -> None:
+    threads = gpu_noise._THREADS
+    sizes = [1, 0, 5, 4 * threads, 4 * threads + 1, 3, 700]
+    values = [torch.arange(size, dtype=dtype, device=device) for size in sizes]
+    scales = [0.5 + i for i in range(len(sizes))]
+    found = gpu_noise.noisy_all(values, scales, KEY, NONCE)
+    first = 0
+    words = keystream_words(KEY, NONCE, threads * sum(-(-size // (4 * threads)) for size in sizes))
+    for size, scale, out in zip(sizes, scales, found, strict=True):
+        blocks = -(-size // 4)
+        z = normals(words[first : first + blocks], size)
+        expected = (torch.arange(size, dtype=torch.float64) + scale * z).to(dtype)
+        close = 1e-13 if dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(out.cpu(), expected, rtol=close, atol=close)
+        first += -(-blocks // threads) * threads
+    assert all(
+        torch.equal(value.cpu(), torch.arange(size, dtype=dtype)) for value, size in zip(values, sizes, strict=True)
+    )
+
+
+def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_error() -> None:
+    for values, scales in (([torch.zeros(2), torch.zeros(2).double()], [1.0, 1.0]), ([torch.zeros(2)], [1.0, 2.0])):
+        with pytest.raises(InputError, match="one format and device"):
+            gpu_noise.noisy_all(values, scales, KEY, NONCE)

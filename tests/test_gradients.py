@@ -106,6 +106,21 @@ def test_where_one_form_is_clearly_best_it_is_chosen(shape: str) -> None:
     assert planner.choose(*sizes, raw_inputs=raw_inputs).name == form
 
 
+ON_A_GPU = {  # positions, p, q, raw inputs, whether it unfolds
+    "ResNet's 16 channels at 32 × 32": ((1024, 144, 16, 16 * 1024, True), "written"),
+    "256 channels at 8 × 8": ((64, 2304, 256, 256 * 64, True), "fused"),
+    "a transformer's layer, 128 tokens": ((128, 768, 3072, None, False), "gram"),
+    "the same, 1024 tokens": ((1024, 768, 3072, None, False), "written"),
+    "a vision transformer's, 197 patches": ((197, 384, 384, None, False), "gram"),
+}
+
+
+@pytest.mark.parametrize("shape", ON_A_GPU)
+def test_with_kernels_a_gpu_writes_little_and_never_unfolds(shape: str) -> None:
+    (*sizes, raw_inputs, unfolds), form = ON_A_GPU[shape]
+    assert planner.choose(*sizes, raw_inputs=raw_inputs, cuda=True, kernel=True, unfolds=unfolds).name == form
+
+
 sizes = st.integers(1, 300)
 
 

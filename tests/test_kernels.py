@@ -6,6 +6,7 @@ Gives: agreement to the format's rounding, and never a norm that is too small by
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from clipwise.records.kernels import convolution, convolution_sq_norm
-from clipwise.records.kinds import Convolution, Geometry
+from clipwise.records.kernels import (
+    convolution,
+    convolution_dense,
+    convolution_sq_norm,
+    convolution_total,
+    gram,
+    gram_sq_norm,
+)
+from clipwise.records.kinds import Convolution, Geometry, Outer
 from clipwise.types import InputError
 
 CUDA = torch.cuda.is_available()
@@ -48,11 +56,32 @@ def case(
     return x.to(dtype), b.to(dtype), stride, padding, dilation, kernel, groups
 
 
-def reference(x, b, stride, padding, dilation, kernel, groups) -> torch.Tensor:
-    """Written out in float64, from the values as they were rounded."""
-    shape = torch.Size([b.shape[1], x.shape[1] // groups, *kernel])
-    record = Convolution(x.double().cpu(), b.double().cpu(), Geometry(shape, stride, padding, dilation, groups))
-    return record.dense().square().flatten(1).sum(1)
+def written(x, b, stride, padding, dilation, kernel, groups, probes: int = 1) -> torch.Tensor:
+    """Every unit's gradient in float64, from the values as they were rounded, one output position at a time."""
+    x, b = x.double().cpu(), b.double().cpu()
+    n, outputs, channels = x.shape[0], b.shape[1], x.shape[1] // groups
+    x = torch.nn.functional.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    v = torch.zeros(n, outputs, channels, *kernel, dtype=torch.float64)
+    for y in range(b.shape[2]):
+        for z in range(b.shape[3]):
+            rows = [y * stride[0] + k * dilation[0] for k in range(kernel[0])]
+            patch = x[:, :, rows][..., [z * stride[1] + k * dilation[1] for k in range(kernel[1])]]
+            patch = patch.reshape(n, groups, 1, channels, *kernel)
+            v += (b[:, :, y, z].reshape(n, groups, -1, 1, 1, 1) * patch).reshape(n, outputs, channels, *kernel)
+    return v.reshape(n // probes, probes, *v.shape[1:]).sum(1)
+
+
+def reference(*arguments) -> torch.Tensor:
+    return written(*arguments).square().flatten(1).sum(1)
+
+
+def test_the_reference_is_autograd_s_weight_gradient() -> None:
+    x, b, stride, padding, dilation, kernel, groups = arguments = case(
+        3, 4, (7, 6), 6, (3, 2), (2, 1), (1, 1), (1, 2), 2
+    )
+    weight = torch.randn(6, 2, *kernel, dtype=torch.float64, requires_grad=True)
+    out = torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, groups)
+    torch.testing.assert_close(torch.autograd.grad((out * b).sum(), weight)[0], written(*arguments).sum(0))
 
 
 @st.composite
@@ -67,10 +96,45 @@ def cases(draw) -> Case:
     return case(draw(st.integers(1, 4)), channels, size, outputs, kernel, pair(1, 3), padding, dilation, groups)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_the_twin_gives_the_norm_of_the_written_gradient(arguments: Case) -> None:
-    torch.testing.assert_close(convolution_sq_norm(*arguments), reference(*arguments), rtol=1e-10, atol=1e-12)
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.booleans())
+def test_the_twins_give_the_written_gradient_its_norm_and_the_weighted_sum(arguments: Case, units: bool) -> None:
+    probes = arguments[0].shape[0] if units else 1
+    v = written(*arguments, probes)
+    weights = torch.linspace(-1, 2, len(v), dtype=torch.float64)
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-9)
+    close(convolution_sq_norm(*arguments, probes), v.square().flatten(1).sum(1))
+    close(convolution_dense(*arguments, probes), v)
+    close(convolution_total(*arguments[:2], weights, *arguments[2:], probes), torch.tensordot(weights, v, 1))
+
+
+def test_a_record_of_several_images_is_their_sum_also_where_they_are_added_one_by_one() -> None:
+    x, b, stride, padding, dilation, kernel, groups = arguments = case(6, 4, (7, 6), 6, (3, 2), groups=2)
+    geometry = Geometry(torch.Size([6, 2, *kernel]), stride, padding, dilation, groups)
+    record = Convolution(x, b, geometry)
+    expected = written(*arguments, 2)
+    ones = [Convolution(x[i::2], b[i::2], geometry) for i in (0, 1)]
+    weights = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    for units in (record.merged(2), ones[0].plus(ones[1])):
+        assert units.samples == 3 and units.probes == 2
+        torch.testing.assert_close(units.dense(), expected)
+        torch.testing.assert_close(units.sq_norm(), expected.square().flatten(1).sum(1))
+        torch.testing.assert_close(units.total(weights), torch.tensordot(weights, expected, 1))
+        torch.testing.assert_close(units.unfolded().dense(), expected)
+        torch.testing.assert_close(units.inner(expected[0]), (expected * expected[0]).flatten(1).sum(1))
+        torch.testing.assert_close(units.rows(1, 3).dense(), expected[1:])
+    assert record.merged(2).merged(3).probes == 6
+    torch.testing.assert_close(record.merged(2).merged(3).dense(), expected.sum(0, keepdim=True))
+
+
+def test_a_sample_of_weight_zero_adds_exactly_nothing_even_where_it_is_not_finite() -> None:
+    x, b, *geometry = (t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in case(3, 4, (5, 5), 6, (3, 3)))
+    broken = x.clone()
+    broken[1] = torch.nan
+    weights = torch.tensor([0.5, 0.0, 2.0], device=DEVICE)
+    for dtype in (torch.float64, torch.float16):
+        totals = [convolution_total(t.to(dtype), b.to(dtype), weights, *geometry) for t in (x, broken)]
+        assert bool(totals[0].isfinite().all()) and torch.equal(*totals)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,9 +164,12 @@ def test_sizes_that_do_not_belong_together_are_refused() -> None:
         (x, b, stride, (1, 1), dilation, kernel, groups),
         (x, b, stride, padding, dilation, (3, 2), groups),
         (x, b, stride, padding, dilation, kernel, 3),
+        (x, b, stride, padding, dilation, kernel, groups, 4),
     ):
         with pytest.raises(InputError, match="must"):
             convolution_sq_norm(*wrong)
+    with pytest.raises(InputError, match="one for each of 2 units, got"):
+        convolution_total(x, b, torch.ones(3), stride, padding, dilation, kernel, groups)
 
 
 def test_compilers_see_one_node() -> None:
@@ -118,8 +185,12 @@ def test_compilers_see_one_node() -> None:
 
 def test_the_operator_is_registered_as_torch_expects() -> None:
     x, b, *geometry = case(2, 3, (6, 6), 4, (3, 3), dtype=torch.float32)
-    arguments = (x.to(DEVICE), b.to(DEVICE), *(list(g) if isinstance(g, tuple) else g for g in geometry))
-    torch.library.opcheck(torch.ops.clipwise.convolution_sq_norm.default, arguments)
+    x, b, geometry = x.to(DEVICE), b.to(DEVICE), [list(g) if isinstance(g, tuple) else g for g in geometry] + [2]
+    torch.library.opcheck(torch.ops.clipwise.convolution_sq_norm.default, (x, b, *geometry))
+    torch.library.opcheck(torch.ops.clipwise.convolution_dense.default, (x, b, *geometry))
+    torch.library.opcheck(torch.ops.clipwise.convolution_total.default, (x, b, torch.ones(1).to(DEVICE), *geometry))
+    rows = torch.randn(2, 5, 8).to(DEVICE)
+    torch.library.opcheck(torch.ops.clipwise.gram_sq_norm.default, (rows, rows))
 
 
 def test_there_are_few_tiles_to_try_and_each_is_legal() -> None:
@@ -141,8 +212,19 @@ def test_there_are_few_tiles_to_try_and_each_is_legal() -> None:
                 assert all(block >= 16 and block & (block - 1) == 0 for block in blocks)
                 assert tile.block_o * tile.block_c // (32 * tile.warps) <= 128  # accumulators in one thread's registers
                 assert max(1, tile.stages) * (tile.block_o + tile.block_c) * tile.block_p * size <= 220 * 1024
+            for tile in convolution.total_candidates(shape, size):
+                assert 2 * tile.block_o * tile.block_c // (32 * tile.warps) <= 128  # two accumulators
+                assert tile.stages * (tile.block_o + tile.block_c) * tile.block_p * size <= 220 * 1024
 
 
+@given(st.integers(1, 5000), st.integers(1, 300))
+def test_a_sum_is_split_into_no_more_parts_than_it_has_units(programs: int, units: int) -> None:
+    parts = convolution._parts(programs, units, 132)
+    assert 1 <= parts <= units
+    assert parts == 1 or (parts - 1) * programs < 5 * 132  # more would only be more to write
+
+
+SMALL = [convolution.Tile(16, 16, 16, 4, 2, swapped=False), convolution.Tile(16, 32, 256, 4, 2, swapped=True)]
 # Channels and columns that fill tiles and that do not, one tap per tile and several, all positions at once or not.
 KERNEL_CASES = {  # sample, channel, size, output; kernel, stride, padding, dilation, groups
     "several taps in a tile": (3, 16, (7, 9), 16, (3, 3), (1, 1), (1, 1)),
@@ -176,10 +258,104 @@ def test_the_kernel_agrees_with_float64_for_every_tile(name: str, form: str) -> 
     dtype, tolerance = FORMATS[form]
     arguments = on_device(case(*KERNEL_CASES[name], dtype=dtype))
     shape, expected = convolution.Shape.of(*arguments), reference(*arguments)
-    tiles = [convolution.Tile(16, 16, 16, 4, 2, swapped=False), convolution.Tile(16, 32, 256, 4, 2, swapped=True)]
-    for tile in tiles if INTERPRETED else tiles + convolution.candidates(shape, dtype.itemsize):
+    for tile in SMALL if INTERPRETED else SMALL + convolution.candidates(shape, dtype.itemsize):
         found = convolution.launch(*arguments[:2], shape, tile).double().cpu()
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=0, msg=lambda text, t=tile: f"{t}: {text}")
+
+
+@kernel_runs
+@pytest.mark.parametrize("name", KERNEL_CASES)
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "bfloat16" or not INTERPRETED])
+@pytest.mark.parametrize("probes", [1, 2])
+def test_the_kernels_that_write_and_sum_agree_with_float64_for_every_tile(name: str, form: str, probes: int) -> None:
+    dtype, tolerance = FORMATS[form]
+    n, *rest = KERNEL_CASES[name]
+    arguments = on_device(case(n * probes, *rest, dtype=dtype))
+    shape, v = convolution.Shape.of(*arguments, probes), written(*arguments, probes)
+    weights = torch.linspace(-1, 2, len(v), dtype=torch.float64)
+    norms = v.square().flatten(1).sum(1)
+    sizes = v.flatten(1).norm(dim=1)
+    total = torch.tensordot(weights, v, 1)
+    close = tolerance * float((weights.abs() * sizes).max())
+    wide = convolution.candidates(shape, dtype.itemsize)[-1:]
+    for tile in SMALL if INTERPRETED else SMALL + wide + convolution.total_candidates(shape, dtype.itemsize):
+        told = lambda text, t=tile: f"{t}: {text}"
+        found = convolution.launch_dense(*arguments[:2], shape, tile).double().cpu()
+        found = found.reshape(len(v), v.shape[1], *v.shape[3:], v.shape[2]).permute(0, 1, 4, 2, 3)
+        assert ((found - v).flatten(1).norm(dim=1) <= tolerance * sizes).all(), told("dense")
+        found = convolution.launch(*arguments[:2], shape, tile).double().cpu()
+        torch.testing.assert_close(found, norms, rtol=tolerance, atol=0, msg=told)
+        found = convolution.launch_total(*arguments[:2], weights.float().to(DEVICE), shape, tile).double().cpu()
+        found = found.reshape(v.shape[1], *v.shape[3:], v.shape[2]).permute(0, 3, 1, 2)
+        torch.testing.assert_close(found, total, rtol=0, atol=close, msg=told)
+
+
+ROWS = {  # samples, positions, p, q
+    "one tile": (3, 16, 16, 24),
+    "a part of a tile": (2, 21, 40, 8),
+    "several tiles": (2, 70, 24, 136),
+    "features that are no multiple of eight": (2, 33, 19, 50),
+}
+
+
+def rows(name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    samples, positions, p, q = ROWS[name]
+    random = torch.Generator().manual_seed(samples * positions + q)
+    scales = torch.logspace(-1, 1, samples, dtype=torch.float64)[:, None, None, None]
+    a = scales * torch.randn(samples, 1, positions, p, generator=random, dtype=torch.float64)
+    b = 0.3 + torch.randn(samples, 1, positions, q, generator=random, dtype=torch.float64)
+    return a.to(dtype).to(DEVICE), b.to(dtype).to(DEVICE)
+
+
+@kernel_runs
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("form", ["float16"] if INTERPRETED else ["float16", "bfloat16"])
+def test_the_gram_kernel_agrees_with_float64_for_every_tile(name: str, form: str) -> None:
+    a, b = rows(name, FORMATS[form][0])
+    expected = (b.double().transpose(2, 3) @ a.double()).square().flatten(1).sum(1).cpu()
+    small = [gram.Tile(16, 16, 4, 2), gram.Tile(32, 32, 4, 2)]
+    for tile in small if INTERPRETED else small + gram.candidates(a.shape[2]):
+        found = gram.launch(*(gram.aligned(t[:, 0]) for t in (a, b)), tile).double().cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=0, msg=lambda text, t=tile: f"{t}: {text}")
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_have_the_norm_sum_and_gradient_of_the_written_product_on_any_device(name: str, dtype) -> None:
+    a, b = rows(name, dtype)
+    record = Outer(a, b, torch.Size([b.shape[3], a.shape[3]]))
+    v = (b.double().transpose(2, 3) @ a.double())[:, 0].cpu()
+    weights = torch.linspace(-1, 2, len(v), dtype=torch.float64)
+    tolerance = 2e-3 if dtype == torch.float32 and DEVICE == "cuda" else 1e-4  # TF32 may be on
+    norms = v.square().flatten(1).sum(1)
+    for found in (record.sq_norm(), gram_sq_norm(a, b), record.dense().square().flatten(1).sum(1)):
+        torch.testing.assert_close(found.double().cpu(), norms, rtol=tolerance, atol=0)
+    total = record.total(weights.to(DEVICE, torch.float32 if dtype == torch.bfloat16 else dtype)).double().cpu()
+    torch.testing.assert_close(
+        total, torch.tensordot(weights, v, 1), rtol=0, atol=tolerance * float(norms.max().sqrt())
+    )
+
+
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_cuda_a_weighted_term_is_the_weight_times_the_gradient_whose_norm_was_taken(dtype: torch.dtype) -> None:
+    # positions that cancel almost completely: a product with b rounded to its format would be far longer than the bound
+    torch.manual_seed(0)
+    a = torch.randn(4, 1, 32, 64, device=DEVICE).to(dtype).repeat(1, 1, 2, 1)
+    b = torch.randn(4, 1, 32, 48, device=DEVICE).to(dtype)
+    b = torch.cat([b, -b * (1 + 2.0**-6)], 2)  # the second half is rounded to the format too
+    record = Outer(a, b, torch.Size([48, 64]))
+    norms = record.sq_norm().double().sqrt()
+    weights = (1 / norms).float()
+    for i in range(4):
+        alone = torch.where(torch.arange(4, device=DEVICE) == i, weights, 0.0)
+        length = float(record.total(alone).double().norm())
+        assert abs(length - 1) < 1e-3
+    rounded = (
+        ((b * weights[:, None, None, None]).to(dtype).double().transpose(2, 3) @ a.double()).flatten(1).norm(dim=1)
+    )
+    if dtype == torch.bfloat16:
+        assert float(rounded.max()) > 1.003  # what scaling b itself would have summed
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")

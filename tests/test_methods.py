@@ -225,7 +225,7 @@ def test_adaptive_divides_by_the_expected_batch_and_not_by_the_realised_one() ->
 def test_one_wild_draw_cannot_take_adaptive_out_of_the_range_of_floats(count: float) -> None:
     method = cw.adaptive(1.0)
     for _ in range(100):
-        method = method.next(Released({}, {"count": torch.tensor(count)}, PoissonGaussian(1.0, 0.1)), 1.0)
+        method = method.next(Released({}, {"count": torch.tensor(count)}, PoissonGaussian(1.0, 0.1), {}), 1.0)
         assert 0 < method.bound < math.inf
 
 
@@ -282,7 +282,7 @@ def test_a_phase_keeps_its_own_state_while_it_is_active() -> None:
 def test_a_schedule_resumes_from_its_expression_at_the_same_step() -> None:
     method = cw.schedule(PHASES)
     for _ in range(4):
-        method = parse(str(method.next(Released({}, {}, PoissonGaussian(1.0, 0.1)), 10.0)))
+        method = parse(str(method.next(Released({}, {}, PoissonGaussian(1.0, 0.1), {}), 10.0)))
     assert method.settings["step"] == 4 and method.bound == 20.0
 
 

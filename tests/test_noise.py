@@ -32,6 +32,15 @@ EVERY = {
     "layerwise": "layerwise({'a': flat(0.3), 'b': psac(4.0)})",
     "adaptive": "adaptive(0.7, count_share=0.3)",
     "schedule": "schedule([(0, flat(1.0)), (3, global_(50.0))], step=5)",
+    "inner_momentum": "inner_momentum(psac(0.3))",
+    "momentum_per_sample": "momentum_per_sample(normalised(0.3))",
+    "self_augmentation": "self_augmentation(layerwise(flat(0.3)))",
+    "bam": "bam(adaptive(0.3))",
+    "dp_sat": "dp_sat(flat(0.3))",
+    "p_average": "p_average(adaptive(0.3))",
+    "batch_clipping": "batch_clipping(flat(0.3))",
+    "dice": "dice(flat(0.3))",
+    "disk": "disk(flat(0.3))",
 }
 EXTRA = ("layerwise(flat(1.0))", "layerwise({'a': flat(0.3), 'b': psac(4.0)}, noise='proportional')")
 
@@ -61,16 +70,17 @@ def test_the_measured_noise_of_each_block_is_its_bound_over_the_root_of_its_shar
     released = release(private, EVENT, SeededStream(3))
     joint = 0.0
     for block, part in zip(method.blocks(tuple(LIKE)), private.parts, strict=False):
-        scale = 1.7 * block.bound / math.sqrt(block.share)
-        assert (part.bound, part.share) == (block.bound, block.share)
+        bound = method.moves * block.bound
+        scale = 1.7 * bound / math.sqrt(block.share)
+        assert (part.bound, part.share) == (bound, block.share)
         for name in block.names:
             assert_scale(released.gradient[name], scale)
-        joint += (block.bound / scale) ** 2
+        joint += (bound / scale) ** 2
     if method.count is not None:
         counts = [float(release(private, EVENT, SeededStream(seed)).counts["count"]) for seed in range(2000)]
-        scale = 1.7 * 0.5 / math.sqrt(method.count.share)
+        scale = 1.7 * 0.5 * method.moves / math.sqrt(method.count.share)
         assert_scale(torch.tensor(counts), scale)
-        joint += (0.5 / scale) ** 2
+        joint += (0.5 * method.moves / scale) ** 2
     assert 1 / math.sqrt(joint) == pytest.approx(1.7, rel=1e-9), "jointly one Gaussian with the event's multiplier"
 
 

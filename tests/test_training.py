@@ -200,7 +200,7 @@ def test_batches_end_after_the_planned_steps_with_epsilon_within_the_target() ->
 def test_epochs_become_steps_by_the_sampling_rate(epochs: float, batch: int, steps: int) -> None:
     private = made(epochs=epochs, steps=None, batch=batch)
     assert private.steps == steps
-    assert private.event == PoissonGaussian(1.0, batch / ROWS)
+    assert (private.noise_multiplier, private.sampling_rate) == (1.0, batch / ROWS)
 
 
 def test_epsilon_counts_what_an_earlier_ledger_holds() -> None:

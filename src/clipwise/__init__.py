@@ -15,26 +15,37 @@ if TYPE_CHECKING:
     from clipwise.accounting import Ledger as Ledger
     from clipwise.accounting import calibrate as calibrate
     from clipwise.accounting import epsilon as epsilon
+    from clipwise.diagnostics import Monitor as Monitor
     from clipwise.diagnostics import clipping_bias as clipping_bias
+    from clipwise.diagnostics import measure as measure
     from clipwise.methods import METHODS as METHODS
     from clipwise.methods import Method as Method
     from clipwise.methods import adaptive as adaptive
     from clipwise.methods import automatic as automatic
+    from clipwise.methods import bam as bam
+    from clipwise.methods import batch_clipping as batch_clipping
+    from clipwise.methods import dice as dice
+    from clipwise.methods import disk as disk
+    from clipwise.methods import dp_sat as dp_sat
     from clipwise.methods import flat as flat
     from clipwise.methods import global_ as global_
+    from clipwise.methods import inner_momentum as inner_momentum
     from clipwise.methods import layerwise as layerwise
+    from clipwise.methods import momentum_per_sample as momentum_per_sample
     from clipwise.methods import normalised as normalised
+    from clipwise.methods import p_average as p_average
     from clipwise.methods import psac as psac
     from clipwise.methods import schedule as schedule
+    from clipwise.methods import self_augmentation as self_augmentation
+    from clipwise.private import Private as Private
+    from clipwise.private import cross_entropy as cross_entropy
+    from clipwise.private import make_private as make_private
     from clipwise.randomness import SecureStream as SecureStream
     from clipwise.randomness import SeededStream as SeededStream
     from clipwise.records import SampleGradients as SampleGradients
     from clipwise.records import oracle as oracle
     from clipwise.records import per_sample as per_sample
-    from clipwise.training import Private as Private
     from clipwise.training import Run as Run
-    from clipwise.training import cross_entropy as cross_entropy
-    from clipwise.training import make_private as make_private
     from clipwise.training import train as train
     from clipwise.types import InputError as InputError
     from clipwise.types import Refused as Refused
@@ -54,10 +65,20 @@ _HOME = {
         "normalised",
         "psac",
         "schedule",
+        "self_augmentation",
+        "p_average",
+        "momentum_per_sample",
+        "inner_momentum",
+        "dp_sat",
+        "disk",
+        "dice",
+        "batch_clipping",
+        "bam",
     ),
     "accounting": ("Ledger", "calibrate", "epsilon"),
-    "diagnostics": ("clipping_bias",),
-    "training": ("Private", "Run", "cross_entropy", "make_private", "train"),
+    "diagnostics": ("Monitor", "clipping_bias", "measure"),
+    "private": ("Private", "cross_entropy", "make_private"),
+    "training": ("Run", "train"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 __all__ = sorted([*_WHERE, "oracle"])

@@ -11,7 +11,9 @@ makes the outputs b, b + B, b + 2B and b + 3B, so that neighbouring threads touc
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +34,47 @@ def noisy(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
     into a kernel, and the key's copy on the device is erased. Edge cases: an empty tensor gives an empty one; a CUDA
     graph would replay one key for ever, and is refused.
     """
-    if value.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"noise is added to float32 or float64, got {value.dtype}: write value.float()")
-    if value.numel() > 1 << 34:
-        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {value.numel()}: split the tensor")
+    _check(value)
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     blocks = -(-value.numel() // 4)
     _launch(_kernels()[0], blocks, key, nonce, positive("scale", scale), out, value.contiguous(), value.numel())
     return out
+
+
+def noisy_all(values: Sequence[Tensor], scales: Sequence[float], key: bytes, nonce: int) -> list[Tensor]:
+    """Each value + its scale · z, all of one device and format, by one launch: a model has hundreds of parameters.
+
+    Guarantees: those of ``noisy``; no two numbers, of one tensor or of several, come from the same words. Edge cases:
+    empty tensors give empty ones.
+    """
+    if len({(value.dtype, value.device) for value in values}) > 1 or len(values) != len(scales):
+        raise InputError(f"expected tensors of one format and device, and a scale for each, got {len(scales)} scales")
+    for value, scale in zip(values, scales, strict=True):
+        _check(value)
+        positive("scale", scale)
+    out = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
+    given = [value.contiguous() for value in values]
+    # every tensor begins with a program of its own, so that a program has one tensor
+    programs = [-(-value.numel() // (4 * _THREADS)) for value in given]
+    firsts = [0, *itertools.accumulate(programs)]
+    if firsts[-1] * _THREADS > 1 << 32:
+        raise InputError("ChaCha20 counts at most 2³² blocks, 2³⁴ numbers: release the tensors in several calls")
+    rows = [
+        struct.pack("<qqqqd", to.data_ptr(), value.data_ptr(), value.numel(), first, scale)
+        for to, value, first, scale in zip(out, given, firsts, scales, strict=False)
+        if value.numel()
+    ]
+    if rows:
+        table = b"".join(rows)
+        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, out[0], len(rows), more=table)
+    return out
+
+
+def _check(value: Tensor) -> None:
+    if value.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"noise is added to float32 or float64, got {value.dtype}: write value.float()")
+    if value.numel() > 1 << 34:
+        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {value.numel()}: split the tensor")
 
 
 def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -> Tensor:
@@ -49,8 +84,10 @@ def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -
     return out
 
 
-def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out: Tensor, *arguments: Any) -> None:
-    """Run the kernel on the device of ``out``, unless there is nothing to do."""
+def _launch(
+    kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out: Tensor, *arguments: Any, more: bytes = b""
+) -> None:
+    """Run the kernel on the device of ``out``, unless there is nothing to do. ``more`` follows the scale."""
     if len(key) != 32 or whole("nonce", nonce, least=0) >= 1 << 96:
         raise InputError(f"ChaCha20 needs a key of 32 bytes and a nonce below 2⁹⁶, got {len(key)} bytes and {nonce}")
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -60,7 +97,7 @@ def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out:
     # The state of RFC 8439 §2.3 with counter 0, then the scale: numbers passed to a kernel may be rounded to float32 or
     # compiled into it, those in a tensor are not. Pageable memory is staged before a non-blocking copy returns.
     packed = struct.pack("<16s32s4x12sd", b"expand 32-byte k", key, nonce.to_bytes(12, "little"), scale)
-    inputs = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(out.device, non_blocking=True)
+    inputs = torch.frombuffer(bytearray(packed + more), dtype=torch.uint8).to(out.device, non_blocking=True)
     with torch.cuda.device_of(inputs):
         state, factor = inputs[:64].view(torch.int32), inputs[64:].view(torch.float64)
         kernel[(-(-blocks // _THREADS),)](out, *arguments, state, factor, blocks, _THREADS, num_warps=4)
@@ -68,18 +105,19 @@ def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out:
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any]:
-    """The two kernels. Triton is imported here, because a machine without CUDA has none."""
-    global tl, _word, _quarter, _block, _uniform, _turn, _normals, _add
+def _kernels() -> tuple[Any, Any, Any]:
+    """The three kernels. Triton is imported here, because a machine without CUDA has none."""
+    global tl, _word, _quarter, _block, _uniform, _turn, _normals, _four, _add
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
         import triton.language as tl
     except ImportError as error:
         raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
-    for function in (_word, _quarter, _block, _uniform, _turn, _normals, _add):
+    for function in (_word, _quarter, _block, _uniform, _turn, _normals, _four, _add):
         globals()[function.__name__] = triton.jit(function)
     every_size = triton.jit(do_not_specialize=["size", "blocks"])  # else sizes divisible by 16 are compiled once more
-    return every_size(_add_noise), every_size(_write_words)
+    every_count = triton.jit(do_not_specialize=["tensors", "blocks"])
+    return every_size(_add_noise), every_size(_write_words), every_count(_add_noise_to_all)
 
 
 def _add_noise(
@@ -93,10 +131,50 @@ def _add_noise(
 ) -> None:
     """Kernel: out = value + factor · z."""
     b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _block(state, b.to(tl.uint32))
+    _four(value, out, b, b, blocks, size, tl.load(factor), state)
+
+
+def _add_noise_to_all(
+    out: tl.tensor, tensors: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr
+) -> None:
+    """Kernel: the same for every tensor of the table behind ``factor``: [out, value, size, first program, scale]."""
+    program = tl.program_id(0).to(tl.int64)
+    table = (factor + 1).to(tl.pointer_type(tl.int64))
+    low, high = 0, tensors  # the last tensor that begins at this program or before
+    while high - low > 1:
+        middle = (low + high) // 2
+        later = tl.load(table + 5 * middle + 3) > program
+        low, high = tl.where(later, low, middle), tl.where(later, middle, high)
+    into = tl.load(table + 5 * low).to(out.dtype)
+    value = tl.load(table + 5 * low + 1).to(out.dtype)
+    size = tl.load(table + 5 * low + 2)
+    own = (program - tl.load(table + 5 * low + 3)) * threads + tl.arange(0, threads)
+    _four(
+        value,
+        into,
+        own,
+        program * threads + tl.arange(0, threads),
+        (size + 3) // 4,
+        size,
+        tl.load(factor + 5 * low + 5),
+        state,
+    )
+
+
+def _four(
+    value: tl.tensor,
+    out: tl.tensor,
+    b: tl.tensor,
+    counter: tl.tensor,
+    blocks: tl.tensor,
+    size: tl.tensor,
+    scale: tl.tensor,
+    state: tl.tensor,
+) -> None:
+    """Add noise from the cipher's block ``counter`` to the four numbers of block b of a tensor."""
+    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _block(state, counter.to(tl.uint32))
     z0, z1 = _normals(_uniform(w0, w1), _uniform(w2, w3), _uniform(w4, w5), _uniform(w6, w7))
     z2, z3 = _normals(_uniform(w8, w9), _uniform(w10, w11), _uniform(w12, w13), _uniform(w14, w15))
-    scale = tl.load(factor)
     at = b  # 64 bits wide, like every sum with it
     _add(value, out, at, scale * z0, b < blocks)
     at += blocks

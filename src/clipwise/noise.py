@@ -9,7 +9,21 @@ from __future__ import annotations
 import math
 
 from clipwise.randomness import Stream, add_scaled
-from clipwise.types import Event, Gradient, InputError, PoissonGaussian, PrivateSum, Released, positive
+from clipwise.types import (
+    BlockGaussian,
+    Event,
+    Gaussian,
+    Gradient,
+    InputError,
+    MemoryGaussian,
+    PoissonGaussian,
+    PrivateSum,
+    Refused,
+    Released,
+    positive,
+)
+
+EVENTS = (PoissonGaussian, Gaussian, MemoryGaussian, BlockGaussian)
 
 
 def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
@@ -19,13 +33,21 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
     shares add up to at most 1, the blocks together are one Gaussian mechanism with noise multiplier σ. The noise is
     drawn and added in float64; only the noisy sum is rounded.
     """
-    if type(event) is not PoissonGaussian:
-        raise InputError(f"expected the event PoissonGaussian, got {type(event).__name__}")
+    if type(event) not in EVENTS:  # a subclass may mean something else
+        names = ", ".join(kind.__name__ for kind in EVENTS)
+        raise InputError(f"expected an event of {names}, got {type(event).__name__}")
     sigma = positive("noise_multiplier", event.noise_multiplier)
     if not isinstance(private, PrivateSum):
         raise InputError(f"only a PrivateSum can be released, got {type(private).__name__}")
+    covered = event.memory * private.parts[0].bound if isinstance(event, MemoryGaussian) else 0.0
+    if not private.memory <= covered * (1 + 1e-9):
+        raise Refused(
+            f"hidden memory moves this sum by up to {private.memory:g}, and the event covers {covered:g}: write "
+            f"MemoryGaussian(noise_multiplier, sampling_rate, memory={private.memory / private.parts[0].bound:g})"
+        )
     gradient: Gradient = {}
     counts: Gradient = {}
+    deviation: dict[str, float] = {}
     # one draw for everything outside CUDA, where a stream is fastest in long pieces
     sizes = [v.numel() for part in private.parts for v in part.value.values() if not v.is_cuda]
     normals = iter(stream.normal([sum(sizes)]).split(sizes))
@@ -33,5 +55,12 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
         scale = sigma * part.bound / math.sqrt(part.share)
         into = counts if part.is_count else gradient
         for name, value in part.value.items():
-            into[name] = stream.noisy(value, scale) if value.is_cuda else add_scaled(value, next(normals), scale)
-    return Released(gradient, counts, event)
+            deviation[name] = scale
+            if not value.is_cuda:
+                into[name] = add_scaled(value, next(normals), scale)
+    on_cuda = {(part.is_count, n): v for part in private.parts for n, v in part.value.items() if v.is_cuda}
+    scales = [deviation[name] for _, name in on_cuda]
+    noisy = stream.noisy_all(list(on_cuda.values()), scales) if on_cuda else []
+    for (is_count, name), value in zip(on_cuda, noisy, strict=True):
+        (counts if is_count else gradient)[name] = value
+    return Released(gradient, counts, event, deviation)

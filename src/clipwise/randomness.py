@@ -47,6 +47,10 @@ class Stream(Protocol):
         """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
         ...
 
+    def noisy_all(self, values: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+        """The same for many tensors, each with its own scale and its own normals."""
+        ...
+
     def at(self, step: int) -> Stream:
         """The stream that this step draws from: ask once per step, since asking again may start it anew."""
         ...
@@ -109,6 +113,23 @@ class _ChaCha20(ABC):
             return add_scaled(value, self.normal(value.shape), scale)
         key, nonce = self._next(use=2)
         return gpu_noise.noisy(value, scale, key, int.from_bytes(nonce[4:], "little"))
+
+    def noisy_all(self, values: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
+        """The same for many tensors: those on one CUDA device and of one format by one launch."""
+        out = list(values)
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, value in enumerate(values):
+            if value.is_cuda:
+                kinds.setdefault((value.device, value.dtype), []).append(i)
+            else:
+                out[i] = self.noisy(value, scales[i])
+        for places in kinds.values():
+            key, nonce = self._next(use=2)
+            number = int.from_bytes(nonce[4:], "little")
+            some, own = [values[i] for i in places], [scales[i] for i in places]
+            for i, value in zip(places, gpu_noise.noisy_all(some, own, key, number), strict=True):
+                out[i] = value
+        return out
 
 
 class SecureStream(_ChaCha20):

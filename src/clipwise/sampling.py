@@ -40,3 +40,31 @@ def poisson(size: int, rate: float, stream: Stream) -> Tensor:
 def chunks(indices: Tensor, most: int) -> Iterator[Tensor]:
     """The indices in order, in pieces of at most ``most``; an empty draw gives one empty piece."""
     return iter(torch.split(indices, whole("chunk", most)))
+
+
+def units(indices: Tensor, count: int, most: int, stream: Stream) -> Iterator[tuple[Tensor, Tensor]]:
+    """Units of several samples: each sample draws one of ``count`` by itself, whoever else was drawn.
+
+    *Guarantees.* Adding a sample changes the unit that it joins and no other. Pieces are (samples, keep), both
+    [unit, place] of at most ``most`` places where units allow it; a place that nobody took repeats a sample, with keep
+    False. *Edge cases.* An empty draw gives one empty piece; units that nobody joined are left out.
+    """
+    if not len(indices):
+        yield indices.reshape(0, 1), torch.zeros(0, 1, dtype=torch.bool)
+        return
+    tags = (stream.uniform(len(indices)) * max(1, count)).long()
+    groups = [indices[tags == tag] for tag in tags.unique()]
+    piece: list[Tensor] = []
+    for group in sorted(groups, key=len, reverse=True):  # by size, so that few places stay empty
+        if piece and (len(piece) + 1) * len(piece[0]) > most:
+            yield _padded(piece)
+            piece = []
+        piece.append(group)
+    yield _padded(piece)
+
+
+def _padded(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
+    places = len(groups[0])
+    padded = torch.stack([torch.cat([g, g[:1].expand(places - len(g))]) for g in groups])
+    keep = torch.stack([torch.arange(places) < len(g) for g in groups])
+    return padded, keep

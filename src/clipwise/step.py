@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.methods import Block, Method
+from clipwise.methods import Block, Feedback, Method
 from clipwise.records import SampleGradients
 from clipwise.types import Gradient, Part, PrivateSum
 
@@ -34,20 +34,20 @@ class Observed:
 
 
 def private_sum(
-    method: Method, parameters: Mapping[str, Tensor], chunks: Iterable[SampleGradients]
+    method: Method,
+    parameters: Mapping[str, Tensor],
+    chunks: Iterable[SampleGradients],
+    residual: Gradient | None = None,
 ) -> tuple[PrivateSum, Observed]:
     """Σ_i w_i v_i over all chunks of one batch.
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
+    ``residual`` gets Σ_i (1 − w_i) v_i added to it: what clipping cut off.
     """
     blocks = method.blocks(tuple(parameters))
     groups = [block.names for block in blocks]
-    # float64: in float32 the rounding of a long sum can depend on one sample by more than the bound
-    total: Gradient = {
-        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float64), device=p.device)
-        for name, p in parameters.items()
-    }
+    total = zeros(parameters)
     count, samples, lost = 0.0, 0, 0
     for gradients in chunks:
         if not gradients.samples:
@@ -59,13 +59,56 @@ def private_sum(
         weights = torch.where(finite[:, None], weigh(blocks, norms), 0.0)  # [sample, block]
         for name, part in gradients.weighted_sum(weights, groups).items():
             total[name] += part
+        if residual is not None:
+            rest = torch.where(finite[:, None], 1 - weights, 0.0)
+            for name, part in gradients.weighted_sum(rest, groups).items():
+                residual[name] += part
         if method.count is not None:
             count += float((method.count.of(norms.square().sum(1).sqrt()) * finite).sum())
         samples, lost = samples + gradients.samples, lost + int((~finite).sum())
-    parts = [Part({name: total[name] for name in block.names}, block.bound, block.share) for block in blocks]
+    moves = method.moves
+    parts = [Part({name: total[name] for name in block.names}, moves * block.bound, block.share) for block in blocks]
     if method.count is not None:
-        parts.append(Part({"count": torch.tensor(count, dtype=torch.float64)}, 0.5, method.count.share, is_count=True))
+        of = {"count": torch.tensor(count, dtype=torch.float64)}
+        parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts)), Observed(samples, lost)
+
+
+def zeros(parameters: Mapping[str, Tensor]) -> Gradient:
+    """An empty sum. Float64: in float32 the rounding of a long sum can depend on one sample by more than the bound."""
+    return {
+        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float64), device=p.device)
+        for name, p in parameters.items()
+    }
+
+
+def fed_back(
+    feedback: Feedback, error: Gradient, residual: Gradient, expected_batch: float, last: bool
+) -> tuple[Gradient, Gradient | None]:
+    """What is added to the sum, and the error that the next step will feed back (paper 1, Algorithm 2).
+
+    Everything is on the sum's scale: c2 = B·C2. Guarantees: what is added has a norm of at most c2. The error is
+    private; it is not released, and what its use costs is the event's matter (``accounting.dice``). The ``last`` step
+    of a block leaves nothing.
+    """
+    c2 = expected_batch * feedback.clip_norm
+    sent = _clipped(error, c2, normalise=feedback.normalised)  # clip(E_t, c2)
+    if feedback.memory == "blocks" and last:
+        return sent, None
+    if feedback.memory == "none":
+        return sent, residual
+    kept = {name: error[name] - sent[name] for name in error}
+    if feedback.memory == "bounded":
+        kept = _clipped(kept, c2)
+    # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
+    return sent, {name: kept[name] + residual[name] for name in error}
+
+
+def _clipped(vector: Gradient, bound: float, *, normalise: bool = False) -> Gradient:
+    norm = torch.stack([v.square().sum() for v in vector.values()]).sum().sqrt()
+    factor = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
+    factor = torch.where(norm > 0, factor if normalise else factor.clamp(max=1.0), 0.0)
+    return {name: factor * v for name, v in vector.items()}
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:

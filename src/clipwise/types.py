@@ -40,8 +40,42 @@ class PoissonGaussian:
     sampling_rate: float
 
 
+@dataclass(frozen=True)
+class Gaussian:
+    """One release in which everyone takes part, such as statistics of the data before training; ``what`` names it."""
+
+    noise_multiplier: float
+    what: str
+
+
+@dataclass(frozen=True)
+class MemoryGaussian:
+    """One release of a Poisson-sampled sum together with a bounded function of all earlier draws, which is hidden.
+
+    ``noise_multiplier`` is the noise's standard deviation over the sampled sum's sensitivity; ``memory``, in units of
+    that sensitivity, is how far the hidden part can move, whoever is drawn now.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class BlockGaussian:
+    """One release of a block, in which each sample can be drawn once, with probability ``sampling_rate``.
+
+    ``noise_multiplier`` is over the joint sensitivity of everything that this one draw moves, in this block and later:
+    the release that ``begins`` a block pays for all of it.
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    begins: bool
+
+
 # Everything that a release can be. Accounting refuses what is not in this union.
-Event: TypeAlias = PoissonGaussian
+Event: TypeAlias = PoissonGaussian | Gaussian | MemoryGaussian | BlockGaussian
 
 
 @dataclass(frozen=True)
@@ -59,9 +93,13 @@ class Part:
 
 @dataclass(frozen=True)
 class PrivateSum:
-    """A secret: sums over the batch with their sensitivities. Only ``noise.release`` accepts it."""
+    """A secret: sums over the batch with their sensitivities. Only ``noise.release`` accepts it.
+
+    ``memory`` is how far what earlier batches left in the sum can move it besides: then only MemoryGaussian will do.
+    """
 
     parts: tuple[Part, ...]
+    memory: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse bounds and shares under which the joint noise would be too small."""
@@ -73,6 +111,8 @@ class PrivateSum:
             )
         for part in self.parts:
             positive("bound", part.bound)
+        if at_least_zero("memory", self.memory) and len(self.parts) > 1:
+            raise Refused("a sum with memory must be one block, since its memory has one bound: write one clip norm")
 
 
 @dataclass(frozen=True)
@@ -82,6 +122,7 @@ class Released:
     gradient: Gradient  # the noisy sum, not yet divided by the expected batch
     counts: Gradient  # noisy counts that a method asked for beside it
     event: Event
+    deviation: Mapping[str, float]  # the noise's standard deviation in each entry
 
 
 @dataclass(frozen=True)
@@ -106,6 +147,13 @@ def positive(name: str, value: float) -> float:
     """The value, if it is a finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def at_least_zero(name: str, value: float) -> float:
+    """The value, if it is a finite number of at least zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise InputError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
 
 

@@ -1,16 +1,16 @@
 """From noise to ε and back, before a run.
 
 Receives: δ, the sampling rate, the number of steps, and either a noise multiplier or a target ε.
-Gives: epsilon, and calibrate: the least noise multiplier that keeps the target.
+Gives: epsilon, and calibrate: the least noise multiplier that keeps the target; least_noise for any other releases.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from clipwise.accounting.events import spent
-from clipwise.types import InputError, PoissonGaussian, fraction, positive, whole
+from clipwise.types import Event, InputError, PoissonGaussian, fraction, positive, whole
 
 # calibrate ends when the noise multiplier is known this well, relative to the least that would do
 TOLERANCE = 5e-4
@@ -32,14 +32,21 @@ def calibrate(*, epsilon: float, delta: float, sampling_rate: float, steps: int,
     at most six digits, so that what is printed is what was proved.
     *Edge cases*: a target that no noise multiplier up to a million reaches is an InputError.
     """
-    target = positive("epsilon", epsilon)
-    fraction("delta", delta, open_end=True)
     fraction("sampling_rate", sampling_rate)
     whole("steps", steps)
+    return least_noise(lambda noise: [(PoissonGaussian(noise, sampling_rate), steps)], epsilon, delta, accountant)
+
+
+def least_noise(
+    entries: Callable[[float], Iterable[tuple[Event, int]]], epsilon: float, delta: float, accountant: str = "pld"
+) -> float:
+    """The least noise multiplier at which ``entries(noise multiplier)`` cost at most ``epsilon``, as in calibrate."""
+    target = positive("epsilon", epsilon)
+    fraction("delta", delta, open_end=True)
 
     def search(start: float, step: float, tolerance: float, coarser: int = 1) -> float:
         def cost(noise: float) -> float:
-            return spent([(PoissonGaussian(noise, sampling_rate), steps)], delta, accountant, coarser=coarser)
+            return spent(entries(noise), delta, accountant, coarser=coarser)
 
         return _least(cost, target, start, step, tolerance)
 

@@ -9,11 +9,23 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from clipwise.types import Event, InputError, PoissonGaussian, Refused, fraction, one_of, positive
+from clipwise.types import (
+    BlockGaussian,
+    Event,
+    Gaussian,
+    InputError,
+    MemoryGaussian,
+    PoissonGaussian,
+    Refused,
+    at_least_zero,
+    fraction,
+    one_of,
+    positive,
+)
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -26,47 +38,106 @@ DISCRETISATION = 1e-4
 # PLD composes by FFT, whose rounding moves δ by up to about 1e-16 per release, in either direction: against the closed
 # form of Gaussians, ε at δ = 1e-14 after 1e5 releases came out 0.06 too small. Ten times that is kept back from δ.
 ROUNDING_PER_RELEASE = 1e-15
+# dp-accounting inverts the loss of a mixture to within 1e-6, where the noise's standard deviation is this. The error in
+# δ is of second order, ½ · 0.4 · signal · (1e-6/scale)² = 2e-15 · signal per release: kept back too.
+MIXTURE_SCALE = 10.0
+# A cell of one release's grid costs about 3 µs, a cell of a mixture's about 100. So mixtures have a coarser grid: cells
+# of at most a tenth of a loss's standard deviation, which add at most a few thousandths to its variance.
+CELLS, MIXTURE_CELLS, MIXTURE_GRID = 5e5, 4e4, 0.1
 
 
-def as_dp_event(event: Event) -> DpEvent:
-    """One release as dp-accounting's event.
+class Cost(NamedTuple):
+    """What a release costs: with probability ``rate`` a shift of 1 + memory, else one of memory, in noise of σ."""
+
+    sigma: float
+    rate: float
+    memory: float
+
+
+def cost(event: Event) -> Cost | None:
+    """The cost of one release; None where an earlier release has paid for it.
 
     *Guarantees*: only events with a proof pass; a subclass may mean something else, so it is refused too.
     """
-    if type(event) is not PoissonGaussian:
+    if type(event) not in (PoissonGaussian, Gaussian, MemoryGaussian, BlockGaussian):
         raise Refused(
-            f"there is no privacy proof for an event of type {type(event).__name__}: "
-            "write PoissonGaussian(noise_multiplier, sampling_rate), the only release that accounting knows"
+            f"there is no privacy proof for an event of type {type(event).__name__}: write PoissonGaussian("
+            "noise_multiplier, sampling_rate), or another of clipwise.types.Event, the releases that accounting knows"
         )
-    noise_multiplier = positive("noise_multiplier", event.noise_multiplier)
-    sampling_rate = fraction("sampling_rate", event.sampling_rate)
+    sigma = positive("noise_multiplier", event.noise_multiplier)
+    if isinstance(event, Gaussian):
+        if not (isinstance(event.what, str) and event.what.strip() and event.what.isprintable()):
+            raise InputError(f"what must say in a few words what was released, got {event.what!r}")
+        return Cost(sigma, 1.0, 0.0)
+    rate = fraction("sampling_rate", event.sampling_rate)
+    if isinstance(event, BlockGaussian):
+        if not isinstance(event.begins, bool):
+            raise InputError(f"begins must be True or False, got {event.begins!r}")
+        return Cost(sigma, rate, 0.0) if event.begins else None
+    memory = at_least_zero("memory", event.memory) if isinstance(event, MemoryGaussian) else 0.0
+    return Cost(sigma / (1 + memory), 1.0, 0.0) if rate == 1 else Cost(sigma, rate, memory)
 
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent  # imported late: it takes a second
 
-    gaussian = GaussianDpEvent(noise_multiplier)
-    return gaussian if sampling_rate == 1 else PoissonSampledDpEvent(sampling_rate, gaussian)
+def as_dp_event(event: Event) -> DpEvent:
+    """One release as dp-accounting's event; what is not in the union of events is refused."""
+    found = cost(event)
+
+    from dp_accounting import NoOpDpEvent  # imported late: it takes a second
+
+    return NoOpDpEvent() if found is None else _dp_event(found)
+
+
+def _dp_event(cost: Cost) -> DpEvent:
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+
+    if cost.rate == 1:
+        return GaussianDpEvent(cost.sigma)
+    if cost.memory == 0:
+        return PoissonSampledDpEvent(cost.rate, GaussianDpEvent(cost.sigma))
+    # (1 − q) N(m, σ²) + q N(1 + m, σ²) against N(0, σ²): docs/dicesgd.md, S1
+    unit, memory = MIXTURE_SCALE / cost.sigma, max(cost.memory, 1e-6)
+    return MixtureOfGaussiansDpEvent(MIXTURE_SCALE, (memory * unit, (1 + memory) * unit), (1 - cost.rate, cost.rate))
 
 
 def discretisation(entries: Iterable[tuple[Event, int]]) -> float:
     """The interval of PLD's grid for these releases.
 
-    *Guarantees*: ``DISCRETISATION``, or a power of ten times it where so fine a grid would not fit in memory (a noise
-    multiplier below about 0.5, an ε in the hundreds). More noise or fewer releases never make it coarser.
+    *Guarantees*: ``DISCRETISATION``, or a power of ten times it where so fine a grid would take too much memory or
+    time (a noise multiplier below about 0.5, an ε in the hundreds, hidden memory). More noise or fewer releases never
+    make it coarser.
     """
-    widest = squares = 0.0
+    return _interval(counted(entries))
+
+
+def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
+    """How often each cost occurs: the order of releases does not matter to their composition."""
+    counts: Counter[Cost] = Counter()
     for event, count in entries:
-        signal = 1 / event.noise_multiplier
+        found = cost(event)
+        if found is not None:
+            counts[found] += count
+    return counts
+
+
+def _interval(costs: Counter[Cost]) -> float:
+    most = squares = 0.0
+    enough = math.inf
+    for (sigma, rate, memory), count in costs.items():
+        signal, always = 1 / sigma, memory / sigma
         # How far a release moves its output, in standard deviations: amplified by sampling, or at worst not at all.
-        amplified = event.sampling_rate * math.sqrt(math.expm1(min(signal * signal, 700.0)))
-        squares += count * min(signal, amplified) ** 2 if signal < 1e100 else math.inf
-        if event.sampling_rate == 1:
+        amplified = min(signal, rate * math.sqrt(math.expm1(min(signal * signal, 700.0)))) + always
+        squares += count * amplified**2 if signal + always < 1e100 else math.inf
+        enough = min(enough, amplified * MIXTURE_GRID if memory else DISCRETISATION)
+        signal += always
+        if rate == 1:
             signal *= math.sqrt(count)  # they are one Gaussian before they meet the grid
-        widest = max(widest, signal * signal + 20 * signal)
-    # A cell of one release costs about 3 µs, a cell of the composition far less.
-    needed = max(widest / 5e5, (squares + 16 * math.sqrt(squares)) / 1e7)
-    if needed <= DISCRETISATION:
-        return DISCRETISATION
-    return DISCRETISATION * 10.0 ** math.ceil(math.log10(min(needed, 1e9) / DISCRETISATION))
+        most = max(most, (signal * signal + 20 * signal) / (MIXTURE_CELLS if memory else CELLS))
+    needed = max(most, (squares + 16 * math.sqrt(squares)) / 1e7, DISCRETISATION)
+    up = math.ceil(math.log10(min(needed, 1e9) / DISCRETISATION))
+    return DISCRETISATION * 10.0 ** max(
+        up, math.floor(math.log10(min(max(enough, DISCRETISATION), 1e9) / DISCRETISATION))
+    )
 
 
 def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = "pld", *, coarser: int = 1) -> float:
@@ -77,42 +148,66 @@ def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = 
     """
     fraction("delta", delta, open_end=True)
     one_of("accountant", accountant, ACCOUNTANTS)
-    counts: Counter[Event] = Counter()  # the order of releases does not matter to their composition
-    for event, count in entries:
-        as_dp_event(event)
-        counts[event] += count
-    releases = counts.total()
-    if not releases:
+    costs = counted(entries)
+    if not costs.total():
         return 0.0
-    usable = delta
-    if accountant == "pld":
-        # unsampled Gaussians compose to one Gaussian, without an FFT each
-        reserve = ROUNDING_PER_RELEASE * sum(1 if event.sampling_rate == 1 else n for event, n in counts.items())
-        usable -= reserve
-        if usable < delta / 2:
-            raise InputError(
-                f"delta must be at least {2 * reserve:.1g} for accountant 'pld' over "
-                f"{releases} releases, where its rounding would hide less, got {delta!r}: write accountant 'rdp'"
-            )
-    interval = discretisation(counts.items())
-    if interval > 1:
+    if _interval(costs) > 1:
         return math.inf
+    if accountant == "rdp":
+        return least_rdp(costs, delta)
+    reserve = ROUNDING_PER_RELEASE * sum(_roundings(cost, count) for cost, count in costs.items())
+    if delta - reserve < delta / 2:
+        raise InputError(
+            f"delta must be at least {2 * reserve:.1g} for accountant 'pld' over "
+            f"{costs.total()} releases, where its rounding would hide less, got {delta!r}: write accountant 'rdp'"
+        )
 
+    from dp_accounting import NeighboringRelation, pld
+
+    accountant_ = pld.PLDAccountant(
+        NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=coarser * _interval(costs)
+    )
+    return float(accountant_.compose(_composed(costs)).get_epsilon(delta - reserve))
+
+
+def _roundings(cost: Cost, count: int) -> float:
+    """How many roundings a cost's composition is charged for."""
+    if cost.rate == 1:
+        return 1  # unsampled Gaussians compose to one Gaussian, without an FFT each
+    return count * (1 + (2 * (1 + cost.memory) / cost.sigma if cost.memory else 0))
+
+
+def _composed(costs: Mapping[Cost, int]) -> DpEvent:
     from dp_accounting import ComposedDpEvent, SelfComposedDpEvent
 
-    composed = ComposedDpEvent([SelfComposedDpEvent(as_dp_event(event), count) for event, count in counts.items()])
+    return ComposedDpEvent([SelfComposedDpEvent(_dp_event(cost), count) for cost, count in costs.items()])
+
+
+def least_rdp(costs: Counter[Cost], delta: float, whole: Callable[[DpEvent], DpEvent] = lambda event: event) -> float:
+    """ε by Rényi divergences, of the composition or of what ``whole`` makes of it.
+
+    RDP knows no mixtures, so noise is split, σ² = σ_a² + σ_b²: a Poisson-sampled Gaussian with σ_a and an unsampled one
+    with σ_b together tell more than their sum (docs/dicesgd.md, S1). Any split is a bound; the least is searched for.
+    """
+    from dp_accounting import NeighboringRelation, rdp
+    from scipy.optimize import minimize_scalar
+
+    def at(logit: float) -> float:
+        share = 1 / (1 + math.exp(-logit))  # σ_a²/σ²
+        parts: Counter[Cost] = Counter()
+        for cost, count in costs.items():
+            if cost.memory:
+                parts[Cost(cost.sigma * math.sqrt(share), cost.rate, 0.0)] += count
+                parts[Cost(cost.sigma * math.sqrt(1 - share) / cost.memory, 1.0, 0.0)] += count
+            else:
+                parts[cost] += count
+        accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
+        return float(accountant.compose(whole(_composed(parts))).get_epsilon(delta))
+
     with _quiet():
-        return float(_accountant(accountant, coarser * interval).compose(composed).get_epsilon(usable))
-
-
-def _accountant(name: str, interval: float) -> Any:
-    """dp-accounting's accountant of that name, for adding or removing one sample."""
-    from dp_accounting import NeighboringRelation, pld, rdp
-
-    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
-    if name == "pld":
-        return pld.PLDAccountant(relation, value_discretization_interval=interval)
-    return rdp.RdpAccountant(neighboring_relation=relation)
+        if not any(cost.memory for cost in costs):
+            return at(0.0)
+        return float(minimize_scalar(at, bounds=(-15.0, 15.0), method="bounded", options={"xatol": 0.02}).fun)
 
 
 @contextmanager

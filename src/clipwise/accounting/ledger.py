@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from clipwise.accounting.events import RELATION, as_dp_event, discretisation, spent
-from clipwise.types import Event, InputError, PoissonGaussian, Refused
+from clipwise.accounting.events import RELATION, cost, discretisation, spent
+from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused
 
-KIND = "poisson_gaussian"
+# how a line calls each kind of release
+KINDS: dict[str, type[Event]] = {
+    "poisson_gaussian": PoissonGaussian,
+    "gaussian": Gaussian,
+    "memory_gaussian": MemoryGaussian,
+    "block_gaussian": BlockGaussian,
+}
 
 
 class Ledger:
@@ -54,8 +62,9 @@ class Ledger:
         *Guarantees*: afterwards its line survives the end of this process; with ``sync`` (write it wherever a
         checkpoint follows) it and all earlier ones also survive a power failure. After an error nothing was counted.
         """
-        as_dp_event(event)
-        event = PoissonGaussian(float(event.noise_multiplier), float(event.sampling_rate))
+        cost(event)
+        numbers = {name: float(v) for name, v in vars(event).items() if not isinstance(v, (bool, str))}
+        event = replace(event, **numbers)  # type: ignore[arg-type]  # 2 and 2.0 are one event, written in one way
         # File first: whoever is stopped between the two lines has counted a release too many, never one too few.
         self._write(_line(event), sync)
         self._count(event)
@@ -73,12 +82,16 @@ class Ledger:
         return spent(self._runs, delta, accountant)
 
     def as_dict(self) -> dict[str, Any]:
-        """The ledger as plain values, for a run's statement."""
+        """The ledger as plain values, for a run's statement: entries in their order, totals whatever their order."""
+        totals: Counter[Event] = Counter()
+        for event, count in self._runs:
+            totals[event] += count
         return {
             "relation": RELATION,
             "releases": self.releases,
             "discretisation": discretisation(self._runs),
             "entries": [{**_fields(event), "count": count} for event, count in self._runs],
+            "totals": [{**_fields(event), "count": count} for event, count in totals.items()],
         }
 
     def close(self) -> None:
@@ -143,7 +156,8 @@ class Ledger:
         A file that does not end in a newline was cut off while its last line was written. ``record`` had not returned,
         so that release was not used, unless power failed and took later lines along; hence it is counted, as
         the event of the line before it. Where what is left of it contradicts that line, or there is none, nobody
-        can tell what it would have cost, and guessing might count too little: that is an error.
+        can tell what it would have cost, and guessing might count too little: that is an error. A torn line of a block
+        is taken to begin one, unless it says otherwise.
         """
         try:
             content = path.read_bytes()
@@ -160,8 +174,10 @@ class Ledger:
             self._count(event)
         if torn:
             where = f"line {len(whole_lines) + 1} of ledger {path}"
-            if event is not None and previous.startswith(torn):
-                rest = previous[len(torn) :]
+            likely = [(e, line) for e in _likely(event) if (line := _line(e)).startswith(torn)]
+            if likely:
+                event, line = likely[0]
+                rest = line[len(torn) : -1]
             elif torn.endswith(b"}"):  # only its newline is missing
                 event, rest = _parse(torn, where), b""
             else:
@@ -174,8 +190,15 @@ class Ledger:
         self._size = len(content)
 
 
+def _likely(previous: Event | None) -> list[Event]:
+    """What a torn line may have been, the dearest first."""
+    if isinstance(previous, BlockGaussian):
+        return [replace(previous, begins=True), replace(previous, begins=False)]
+    return [] if previous is None else [previous]
+
+
 def _fields(event: Event) -> dict[str, Any]:
-    return {"event": KIND, "noise_multiplier": event.noise_multiplier, "sampling_rate": event.sampling_rate}
+    return {"event": _NAMES[type(event)], **vars(event)}
 
 
 def _line(event: Event) -> bytes:
@@ -187,13 +210,16 @@ def _parse(line: bytes, where: str) -> Event:
     try:
         fields = json.loads(line)
         kind = fields.pop("event")
-        if kind == KIND:
-            event = PoissonGaussian(**fields)
-            as_dp_event(event)
+        if kind in KINDS:
+            event = KINDS[kind](**fields)
+            cost(event)
             return event
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{where} is not a release ({error}): it must look like {_EXAMPLE}") from error
-    raise Refused(f"{where} is a release of unknown kind {kind!r}: there is no proof for it; known is {KIND!r}")
+    raise Refused(
+        f"{where} is a release of unknown kind {kind!r}: there is no proof for it; known are {', '.join(KINDS)}"
+    )
 
 
+_NAMES = {kind: name for name, kind in KINDS.items()}
 _EXAMPLE = _line(PoissonGaussian(1.0, 0.01)).decode().strip()

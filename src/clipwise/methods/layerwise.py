@@ -31,7 +31,7 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
     if given is not None and not given:
         raise InputError("layerwise needs at least one block, got {}; write layerwise({'': flat(1.0)})")
     for method in given.values() if given is not None else [chosen]:
-        if not isinstance(method, Method) or method.split is not None or method.count is not None or method.after:
+        if not isinstance(method, Method) or "clip_norm" not in method.settings or method.feedback or method.count:
             raise InputError(f"layerwise takes methods with one fixed bound such as flat(1.0), got {method}")
 
     def split(names: Sequence[str]) -> tuple[Block, ...]:

@@ -1,22 +1,25 @@
 """What a clipping method is: a frozen value.
 
-Receives: a weight function with its bound, and what else the method asks for.
-Gives: Method, whose ``blocks`` for given parameters are all that the step needs to know.
+Receives: a weight function with its bound, where gradients are taken, and what else the method asks for.
+Gives: Method, whose ``blocks`` for given parameters and whose ``gradients`` of a chunk are all that a step needs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from clipwise.types import Citation, InputError, Released, positive
+from clipwise.types import Batch, Citation, Gradient, InputError, Released, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from clipwise.records import SampleGradients
+
 Weigh: TypeAlias = "Callable[[Tensor], Tensor]"  # norms → weights, elementwise
+Probe: TypeAlias = "Callable[[Engine, Batch], SampleGradients]"
 Relation = Literal["add-remove", "replace-one"]
 
 
@@ -38,6 +41,65 @@ class Count:
     share: float
 
 
+class Engine(Protocol):
+    """What a method may ask for: gradients of a chunk's samples, at released points or at a sample's own.
+
+    v_i = Σ_k c_k ∇ℓ_i(θ_k + δ_ik ; T_k x_i): ``at`` moves θ_k, ``displaced`` adds δ_ik, ``views`` gives T_k x_i.
+    """
+
+    @property
+    def parameters(self) -> Gradient:
+        """θ_t, or the point that ``at`` gave."""
+        ...
+
+    @property
+    def past(self) -> tuple[Gradient, ...]:
+        """θ_{t−1}, θ_{t−2}, …: as many as there are, at most ``Method.past``. Public."""
+        ...
+
+    @property
+    def released(self) -> Gradient | None:
+        """The last release over the expected number of units; None before the first. Public."""
+        ...
+
+    def gradients(self, rows: Batch) -> SampleGradients:
+        """∇ℓ_i here, one unit per row."""
+        ...
+
+    def at(self, parameters: Gradient) -> Engine:
+        """The same at another point, which must be made of released values only."""
+        ...
+
+    def displaced(self, along: SampleGradients, radius: float) -> Engine:
+        """The same at θ + radius · v_i/‖v_i‖, each sample's own; with K rows per unit, K consecutive ones share it."""
+        ...
+
+    def curved(self, along: SampleGradients) -> Engine:
+        """Gives H_i v_i, exactly, in the place of gradients; rows as for ``displaced``."""
+        ...
+
+    def views(self, rows: Batch, count: int, augment: str) -> Batch:
+        """``count`` views of each row, a row's views together; the same ones whenever it is asked in this step."""
+        ...
+
+    def companions(self, rows: Batch, count: int) -> Batch:
+        """Inputs [row, 1 + count, …]: each row followed by public ones; the same ones whenever it is asked."""
+        ...
+
+
+Memory = Literal["full", "none", "blocks", "bounded"]
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What clipping cut off, fed back into later sums (DiceSGD). It is private state that is never released."""
+
+    clip_norm: float  # C2, on the scale of the mean gradient: the sum gets at most B · C2 of it
+    memory: Memory
+    blocks: int  # steps after which memory="blocks" forgets
+    normalised: bool  # the automatic variant: C2 E/‖E‖ instead of clipping
+
+
 @dataclass(frozen=True)
 class Method:
     """A clipping method. Combine by wrapping; nothing subclasses this.
@@ -54,6 +116,13 @@ class Method:
     split: Callable[[Sequence[str]], tuple[Block, ...]] | None = None  # None: all parameters are one block
     count: Count | None = None
     after: Callable[[Released, float], Method] | None = None  # (released, expected batch) → next step's method
+    probe: Probe | None = None  # where gradients are taken; None: at θ
+    past: int = 0  # earlier iterates that the probe looks at
+    rows: int = 1  # rows that go through the model for one sample
+    companions: int = 0  # public inputs that go through the model with each sample
+    unit: int = 1  # private samples that are averaged before they are weighed
+    recall: float | None = None  # γ of one momentum per sample: v ← γ v + (1 − γ) v of the step before
+    feedback: Feedback | None = None
 
     def blocks(self, names: Sequence[str]) -> tuple[Block, ...]:
         """The blocks of a model with these parameters; their shares and the count's add up to one."""
@@ -64,7 +133,16 @@ class Method:
     def sensitivity(self, names: Sequence[str] = (), relation: Relation = "add-remove") -> float:
         """How far one sample moves the sum, jointly over all blocks: √Σ C_r²; twice that when it is replaced."""
         joint = math.hypot(*(block.bound for block in self.blocks(names))) if names else self.bound
-        return 2 * joint if relation == "replace-one" else joint
+        return joint * self.moves * (2 if relation == "replace-one" else 1)
+
+    @property
+    def moves(self) -> int:
+        """How many bounds one sample can move the sum by: in a unit with others it may turn their average around."""
+        return 1 if self.unit == 1 else 2
+
+    def gradients(self, engine: Engine, rows: Batch) -> SampleGradients:
+        """v_i of each row: where the probe says, or at θ."""
+        return engine.gradients(rows) if self.probe is None else self.probe(engine, rows)
 
     def next(self, released: Released, expected_batch: float) -> Method:
         """The method for the next step, computed from released values only."""
@@ -73,6 +151,23 @@ class Method:
     def __str__(self) -> str:
         """The expression that ``methods.parse`` turns into this method again."""
         return f"{self.name}({', '.join(f'{key}={_written(value)}' for key, value in self.settings.items())})"
+
+
+def wrapped(base: object, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
+    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
+    if not isinstance(base, Method):
+        raise InputError(f"{factory.__name__} takes a method such as flat(1.0), got {base!r}")
+
+    def after(released: Released, expected_batch: float) -> Method:
+        return factory(base.next(released, expected_batch), **settings)
+
+    return replace(
+        base,
+        name=factory.__name__,
+        settings={"base": base, **settings},
+        after=None if base.after is None else after,
+        **changes,  # type: ignore[arg-type]
+    )
 
 
 def _written(value: object) -> str:

@@ -26,6 +26,9 @@ def schedule(phases: Sequence[tuple[int, Method]] | None = None, step: int = 0) 
         raise InputError(f"phases must begin at step 0 and rise, got {firsts}; write [(0, flat(1.0)), (950, …)]")
     if any(not isinstance(method, Method) for _, method in given):
         raise InputError("a phase is a pair of its first step and a method, such as (0, flat(1.0))")
+    hidden = [method for _, method in given if method.feedback or method.recall]
+    if hidden:
+        raise InputError(f"a phase cannot be a method with private state, whose bound is for a whole run: {hidden[0]}")
     index = max(i for i, first in enumerate(firsts) if first <= whole("step", step, least=0))
     active = given[index][1]
 
@@ -37,4 +40,5 @@ def schedule(phases: Sequence[tuple[int, Method]] | None = None, step: int = 0) 
         return schedule(following, step + 1)
 
     settings = {"phases": [list(phase) for phase in given], "step": step}
-    return replace(active, name="schedule", citation=BU_2023_CONVERGENCE, settings=settings, after=after)
+    past = max(method.past for _, method in given)  # a later phase may look back to steps of an earlier one
+    return replace(active, name="schedule", citation=BU_2023_CONVERGENCE, settings=settings, after=after, past=past)

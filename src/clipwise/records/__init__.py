@@ -7,7 +7,18 @@ To read in this order: capture (the two passes), follow (how a model is watched)
 layers and composites (each operation), kinds (the records), gradients (their algebra), planner (the cheapest form).
 """
 
-from clipwise.records.capture import Capture, Loss, batch_size, per_sample, traced, trainable
+from clipwise.records.capture import Capture, Loss, batch_size, per_sample, swapped, traced, trainable
 from clipwise.records.gradients import Groups, SampleGradients, written
 
-__all__ = ["Capture", "Groups", "Loss", "SampleGradients", "batch_size", "per_sample", "traced", "trainable", "written"]
+__all__ = [
+    "Capture",
+    "Groups",
+    "Loss",
+    "SampleGradients",
+    "batch_size",
+    "per_sample",
+    "swapped",
+    "traced",
+    "trainable",
+    "written",
+]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipwise.records.displacement import Own
 from clipwise.records.follow import Compare, PathChanged, Plan, Record, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
@@ -36,8 +37,8 @@ class Capture:
     loss: Loss
     plans: dict[Any, Plan] = field(default_factory=dict)
 
-    def __call__(self, batch: Batch) -> SampleGradients:
-        """The per-sample gradients of a batch."""
+    def __call__(self, batch: Batch, owns: Mapping[str, Own] | None = None, dual: bool = False) -> SampleGradients:
+        """The per-sample gradients of a batch; with ``owns``, at each unit's own parameters (see ``ascent``)."""
         parameters = trainable(self.model)
         samples = batch_size(batch)
         if not parameters:
@@ -47,14 +48,14 @@ class Capture:
         plan = self.plan(batch, parameters)
         drawn = torch.get_rng_state()
         try:
-            return recorded(self.model, self.loss, batch, plan, parameters)
+            return recorded(self.model, self.loss, batch, plan, parameters, owns=owns, dual=dual)
         except PathChanged:
             # the path depends on values (a mask that is skipped where nothing is masked): scout with all of them
             torch.set_rng_state(drawn)
             plan = self.plans[self._key(batch, parameters)] = scouted(
                 self.model, self.loss, batch, parameters, whole=True
             )
-            return recorded(self.model, self.loss, batch, plan, parameters)
+            return recorded(self.model, self.loss, batch, plan, parameters, owns=owns, dual=dual)
 
     def plan(self, batch: Batch, parameters: Mapping[str, Tensor]) -> Plan:
         """Where the model's calls hold samples, for batches of this shape."""
@@ -86,12 +87,22 @@ def per_sample(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
 
 
 def recorded(
-    model: nn.Module, loss: Loss, batch: Batch, plan: Plan, parameters: Mapping[str, Tensor], only: int | None = None
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    plan: Plan,
+    parameters: Mapping[str, Tensor],
+    only: int | None = None,
+    owns: Mapping[str, Own] | None = None,
+    dual: bool = False,
 ) -> SampleGradients:
-    """One forward and one backward pass by the plan; ``only`` takes the gradient of that sample's loss alone."""
+    """One forward and one backward pass by the plan; ``only`` takes the gradient of that sample's loss alone.
+
+    ``owns``: what each unit has in the parameters' places; ``dual``: with forward-mode derivatives.
+    """
     samples = batch_size(batch)
     with torch.enable_grad():
-        with Record(parameters, plan, samples) as record:
+        with Record(parameters, plan, samples, owns, dual) as record:
             losses = loss(model, batch)
         check_losses(losses, samples)
         records = record.tape.finish(losses if only is None else losses[only : only + 1], parameters)
@@ -175,24 +186,29 @@ def traced(
 
     def function(parameters: dict[str, Tensor], batch: Batch) -> Any:
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        # without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have
-        with _swapped(model, own), torch.backends.cudnn.flags(enabled=False):
+        # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
+        # a convolution without it is traced as if it wrote its channels first, whatever it was given.
+        recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+        with swapped(model, own), torch.backends.cudnn.flags(enabled=not recurrent):
             return then(recorded(model, loss, batch, plan, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)
 
 
 @contextmanager
-def _swapped(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+def swapped(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with these tensors in its parameters' places: what ``functional_call`` does, around any code."""
     with torch.nn.utils.stateless._reparametrize_module(model, dict(parameters), tie_weights=True):
         yield
 
 
-def graph_of(function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
-    """A function of tensors as one graph of tensor operations."""
+def graph_of(
+    function: Callable[..., Any], *example: Any, decompositions: Mapping[Any, Any] | None = None
+) -> Callable[..., Any]:
+    """A function of tensors as one graph of tensor operations, some of them taken apart."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # fake tensors: a model that asks for values while it is traced (a mask's shortcut, say) then knows not to
-    graph: Callable[..., Any] = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*example)
+    trace = make_fx(function, decompositions, tracing_mode="fake", _allow_non_fake_inputs=True)
+    graph: Callable[..., Any] = trace(*example)
     return graph

@@ -60,10 +60,9 @@ def self_test(model: nn.Module, loss: Loss, batch: Batch, *, tolerance: float = 
         fast, slow = Capture(model, loss)(batch), oracle.per_sample(model, loss, batch)
         _agree("norms", fast.norms(), slow.norms(), tolerance)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
-        first, second = (
-            torch.cat([g.weighted_sum(weights)[name].flatten() for name in fast.names]) for g in (fast, slow)
-        )
-        _agree("sums", first, second, tolerance)
+        first, second = (g.weighted_sum(weights) for g in (fast, slow))
+        one, other = (torch.cat([s[name].flatten() for name in fast.names]) for s in (first, second))
+        _agree("sums", one, other, tolerance)
 
 
 def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float) -> None:

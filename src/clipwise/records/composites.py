@@ -184,7 +184,7 @@ def _lstm(
         return hs, [hs[-1], c]
     outputs = []
     for gates in ahead.unbind(0):
-        h, c = _lstm_step(gates, follow.call(F.linear, (h, w_hh, b_hh)), h, c)
+        h, c = sequences.lstm_step(gates, follow.call(F.linear, (h, w_hh, b_hh)), h, c)
         h = follow.call(F.linear, (h, w_hr, None))
         outputs.append(h)
     return torch.stack(outputs), [h, c]
@@ -225,27 +225,23 @@ def _cell(states: int, step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _lstm_step(x: Tensor, u: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    i, f, g, o = (x + u).chunk(4, -1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def _gru_step(x: Tensor, u: Tensor, h: Tensor) -> Tensor:
-    (xr, xz, xn), (ur, uz, un) = x.chunk(3, -1), u.chunk(3, -1)
-    n, z = (xn + (xr + ur).sigmoid() * un).tanh(), (xz + uz).sigmoid()
-    return (1 - z) * n + z * h
+def _weight_norm(follow: Follow, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """w = g v/‖v‖, by operations that have every derivative; the fused one has none in forward mode."""
+    norm = follow.call(torch.norm_except_dim, (v, 2, dim))
+    weight: Tensor = follow.call(torch.mul, (v, follow.call(torch.div, (g, norm))))
+    return weight
 
 
 COMPOSITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: attention,
     F.embedding_bag: embedding_bag,
+    torch._weight_norm: _weight_norm,
     torch.lstm: recurrent(_lstm, 2),
     torch.gru: recurrent(_gru, 1),
     torch.rnn_tanh: recurrent(_simple(torch.tanh), 1),
     torch.rnn_relu: recurrent(_simple(torch.relu), 1),
-    torch.lstm_cell: _cell(2, _lstm_step),
-    torch.gru_cell: _cell(1, _gru_step),
+    torch.lstm_cell: _cell(2, sequences.lstm_step),
+    torch.gru_cell: _cell(1, sequences.gru_step),
     torch.rnn_tanh_cell: _cell(1, lambda x, u, h: (x + u).tanh()),
     torch.rnn_relu_cell: _cell(1, lambda x, u, h: (x + u).relu()),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from clipwise.records.composites import COMPOSITES
-from clipwise.records.layers import Meeting, meet, mixing, refuse_embedding
-from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, tensors
+from clipwise.records.displacement import Own
+from clipwise.records.layers import STEPPED, Meeting, meet, mixing, refuse_embedding
+from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, tensors, vmapped
 from clipwise.types import InputError, Refused
 
 Plan = tuple[Call, ...]
@@ -100,7 +101,7 @@ def _derived(
     first = found[0]
     plain = len(found) == 1 and first.tensor.is_leaf
     if plain and first.tensor.dim() == 2 and made.dim() == 2 and _is_transpose(function, made, first.tensor):
-        return Source(made, names, flipped=True)
+        return Source(made, names, flipped=True, own=first.own)
     if plain and function is F.embedding and len(args) > 1 and args[1] is first.tensor:
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         return Source(made, names, lookup=Lookup(args[0], padding))
@@ -110,6 +111,15 @@ def _derived(
 def _is_transpose(function: Callable[..., Any], made: Tensor, of: Tensor) -> bool:
     name = getattr(function, "__name__", "")
     return name in _TRANSPOSES and made.shape == of.shape[::-1] and made.stride() == of.stride()[::-1]
+
+
+_IN_PLACE = {f"__{name}__" for name in "setitem iadd isub imul itruediv ifloordiv imod ipow".split()}
+
+
+def _changes(function: Callable[..., Any]) -> bool:
+    """Whether a call changes its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _picks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -215,12 +225,84 @@ def _fixed(call: Call) -> bool:
 
 
 class Record(Follow):
-    """The real pass: taps are attached where the plan says that parameters meet samples."""
+    """The real pass: taps are attached where the plan says that parameters meet samples.
 
-    def __init__(self, parameters: Mapping[str, Tensor], plan: Plan, samples: int) -> None:
+    With ``owns`` it is a displaced pass: each unit has its own values in these parameters' places, and in the place of
+    whatever the model makes from them; ``dual``: the values carry forward-mode derivatives.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        plan: Plan,
+        samples: int,
+        owns: Mapping[str, Own] | None = None,
+        dual: bool = False,
+    ) -> None:
         super().__init__(parameters)
         self.plan = iter(plan)
-        self.tape = Tape(samples)
+        self.tape = Tape(samples, owns or {}, dual)
+        # constants that the model made from displaced parameters (detach), with each unit's own
+        self.constants: dict[int, tuple[Tensor, Own]] = {}
+        for name, own in self.tape.owns.items():
+            self.sources[id(parameters[name])] = replace(self.sources[id(parameters[name])], own=own)
+
+    def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call without parameters; what it makes of displaced constants alone is one too."""
+        if self.tape.dual:
+            function = STEPPED.get(function, function)
+        result = function(*args, **kwargs)
+        given = list(tensors(args, kwargs)) if self.constants else []
+        if given and all(id(t) in self.constants for t in given):
+            self._displace(function, args, kwargs, result)
+        return result
+
+    def derive(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """The same; in a displaced pass also what each unit has in the result's place."""
+        result = super().derive(function, args, kwargs)
+        if self.tape.owns:
+            self._displace(function, args, kwargs, result)
+        return result
+
+    def _displace(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
+        owns = {id(t): own for t in tensors(args, kwargs) if (own := self._own(t)) is not None}
+        made, changes = list(tensors(result)), _changes(function)
+        if not owns or not (made or changes):
+            return
+        if any((s := self.sources.get(id(t))) is not None and s.flipped and s.own is not None for t in made):
+            return  # a transpose has its parameter's
+
+        def call(*own_args: Any, **own_kwargs: Any) -> Any:
+            if not changes:
+                return function(*own_args, **own_kwargs)
+            first = own_args[0].clone()
+            function(first, *own_args[1:], **own_kwargs)
+            return first
+
+        def place(tensor: Tensor) -> tuple[Tensor, int | None]:
+            own = owns.get(id(tensor))
+            return (tensor, None) if own is None else (own.value, 0)
+
+        try:
+            values = list(tensors(vmapped(call, args, kwargs, place, "same")))
+        except (RuntimeError, ValueError) as error:
+            raise InputError(
+                f"cannot follow displaced parameters through {getattr(function, '__name__', function)} "
+                f"({str(error).splitlines()[0]}); write a method without displacement, or freeze the parameter"
+            ) from error
+        views = next(iter(owns.values())).views
+        for tensor, value in zip([args[0]] if changes else made, values, strict=True):
+            own, source = Own(views, lambda value=value: value), self.sources.get(id(tensor))  # type: ignore[misc]
+            if source is None:
+                self.constants[id(tensor)] = (tensor, own)
+            elif not source.tensor.is_leaf:
+                self.sources[id(tensor)] = replace(source, own=own)
+
+    def _own(self, tensor: Tensor) -> Own | None:
+        source = self.sources.get(id(tensor))
+        if source is None:
+            return self.constants[id(tensor)][1] if id(tensor) in self.constants else None
+        return source.own.turned() if source.own is not None and source.flipped else source.own
 
     def touch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call with parameters, by the next entry of the plan."""

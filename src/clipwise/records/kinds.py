@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from clipwise.records import planner
-from clipwise.records.kernels import convolution_sq_norm
+from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total, gram_sq_norm
+from clipwise.records.kernels.gram import aligned
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class Record(Protocol):
@@ -56,7 +59,7 @@ class Record(Protocol):
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32 or better: sums and norms are never taken in half precision."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def _like(tensor: Tensor, factors: Tensor) -> Tensor:
@@ -72,6 +75,12 @@ def _masked(tensor: Tensor, keep: Tensor) -> Tensor:
 def _flat(tensor: Tensor) -> Tensor:
     """[sample, everything else], also for a scalar parameter and for no samples."""
     return tensor.reshape(tensor.shape[0], tensor.shape[1:].numel())
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions after the samples' as they lie in memory: a channels-last weight is flattened without a copy."""
+    strides = tensor.stride()
+    return sorted(range(1, tensor.dim()), key=lambda d: -strides[d])
 
 
 def _units(tensor: Tensor, size: int) -> Tensor:
@@ -105,7 +114,7 @@ class Dense:
     def sq_norm(self) -> Tensor:
         """Σ v²."""
         # No copy of squares. In pieces: a float32 accumulator loses small terms after some hundred thousand of them.
-        pieces = _flat(wide(self.value)).split(1 << 14, 1)
+        pieces = _flat(wide(self.value).permute(0, *_order(self.value))).split(1 << 14, 1)
         return torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in pieces], 1).square().sum(1)
 
     def inner(self, direction: Tensor) -> Tensor:
@@ -114,8 +123,10 @@ class Dense:
 
     def total(self, weights: Tensor) -> Tensor:
         """Σ w_i v_i."""
-        value = wide(self.value)
-        return (weights.to(value.dtype) @ _flat(value)).reshape(value.shape[1:])
+        order = _order(self.value)
+        value = wide(self.value).permute(0, *order)
+        total = (weights.to(value.dtype) @ _flat(value)).reshape(value.shape[1:])
+        return total.permute([order.index(d) for d in range(1, value.dim())])
 
     def dense(self) -> Tensor:
         """The value itself."""
@@ -158,14 +169,14 @@ class Outer:
     @property
     def form(self) -> planner.Form:
         """How the norm is computed."""
-        _, blocks, positions, inputs = self.a.shape
-        return planner.choose(positions, inputs, self.b.shape[3], blocks=blocks)
+        return outer_form(self.a, self.b.shape[3], self.b.dtype)
 
     def sq_norm(self) -> Tensor:
         """⟨A Aᵀ, B Bᵀ⟩, or written out and squared: whichever costs less."""
-        if self.form.name == "gram":
-            return gram_sq_norm(wide(self.a), wide(self.b))
-        return _streamed_sq_norm(self)
+        form = self.form.name
+        if form == "gram":
+            return gram_sq_norm(self.a, self.b)
+        return convolution_sq_norm(*self._images(), *ONE) if form == "fused" else _streamed_sq_norm(self)
 
     def inner(self, direction: Tensor) -> Tensor:
         """Σ_s b_sᵀ U a_s."""
@@ -175,17 +186,49 @@ class Outer:
 
     def total(self, weights: Tensor) -> Tensor:
         """One ordinary weight-gradient product with b scaled by w."""
+        if _by_kernel(self.a, self.b.dtype):  # b scaled in its own format would be rounded, in a wider one copied
+            total = convolution_total(*self._images(), weights, *ONE)
+            return total[: self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.shape)
         a, b = wide(self.a), wide(self.b)
         a, b = (t.transpose(0, 1).flatten(1, 2) for t in (a, b * _like(b, weights)))  # [block, sample · position, …]
         return (b.transpose(1, 2) @ a).reshape(self.shape)
 
     def dense(self) -> Tensor:
         """Written out."""
+        if _by_kernel(self.a, self.b.dtype):
+            v = convolution_dense(*self._images(), *ONE)
+            return v[:, : self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.samples, *self.shape)
         return (wide(self.b).transpose(2, 3) @ wide(self.a)).reshape(self.samples, *self.shape)
+
+    def _images(self) -> tuple[Tensor, Tensor]:
+        """The same as a 1×1 convolution: [sample, feature, position, 1], features last in memory."""
+        a, b = (aligned(t[:, 0])[:, :, None].permute(0, 3, 1, 2) for t in (self.a, self.b))
+        return a, b
 
     def rows(self, start: int, stop: int) -> Outer:
         """Samples start … stop."""
         return Outer(self.a[start:stop], self.b[start:stop], self.shape)
+
+
+ONE: tuple[Any, ...] = (
+    (1, 1),
+    (0, 0),
+    (1, 1),
+    (1, 1),
+    1,
+)  # a 1×1 convolution: stride, padding, dilation, kernel, groups
+
+
+def _by_kernel(a: Tensor, other: torch.dtype) -> bool:
+    """Whether kernels take these operands as they are: half precision, and enough positions to fill a product."""
+    return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] >= 16
+
+
+def outer_form(a: Tensor, outputs: int, dtype: torch.dtype) -> planner.Form:
+    """How the norm of an Outer of ``a`` [sample, block, position, p] and a b of so many features is computed."""
+    _, blocks, positions, inputs = a.shape
+    kernel = _by_kernel(a, dtype)
+    return planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel)
 
 
 @dataclass(frozen=True)
@@ -201,9 +244,11 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Convolution:
-    """v_i is the weight gradient of a convolution of ``x`` [sample, channel, *space] with output gradient ``b``.
+    """v_i is the weight gradient of a convolution of ``x`` [unit, channel, *space] with output gradient ``b``.
 
-    A transposed convolution is the same record with x and b in each other's place: it is the adjoint.
+    A unit of several images (samples merged into one, probes added up) has one more dimension, [unit, image, channel,
+    *space], and its gradient is the images' sum. A transposed convolution is the same record with x and b in each
+    other's place: it is the adjoint.
     """
 
     x: Tensor
@@ -215,62 +260,102 @@ class Convolution:
         """How many units there are."""
         return self.x.shape[0]
 
+    @property
+    def probes(self) -> int:
+        """How many images a unit has."""
+        return self.x.shape[1] if self.x.dim() == 3 + len(self.geometry.stride) else 1
+
+    def _images(self) -> tuple[Tensor, Tensor]:
+        """X and b with images one after the other, [unit · image, channel, *space]."""
+        several = self.x.dim() == 3 + len(self.geometry.stride)
+        return (self.x.flatten(0, 1), self.b.flatten(0, 1)) if several else (self.x, self.b)
+
     def scaled(self, factors: Tensor) -> Convolution:
         """Scaling a sample scales b."""
         return replace(self, b=self.b * _like(self.b, factors))
 
-    def merged(self, size: int) -> Record:
-        """Units of several samples: unfolded, samples become positions."""
-        return self.unfolded().merged(size)
+    def merged(self, size: int) -> Convolution:
+        """Samples become images of one unit."""
+        count = size * self.probes
+        x, b = (t.reshape(t.shape[0] // count, count, *t.shape[1:]) for t in self._images())
+        return replace(self, x=x, b=b)
 
     def masked(self, keep: Tensor) -> Convolution:
         """Zeros where not ``keep``."""
         return Convolution(_masked(self.x, keep), _masked(self.b, keep), self.geometry)
 
+    def adds_to(self, other: Convolution) -> bool:
+        """Whether both are of one geometry and size, so that adding puts images side by side."""
+        mine, theirs = self._images(), other._images()
+        same = all(a.shape[1:] == c.shape[1:] and a.dtype == c.dtype for a, c in zip(mine, theirs, strict=True))
+        return same and self.geometry == other.geometry
+
+    def plus(self, other: Convolution) -> Convolution:
+        """Adding concatenates images."""
+        mine, theirs = self.merged(1), other.merged(1)
+        return replace(self, x=torch.cat([mine.x, theirs.x], 1), b=torch.cat([mine.b, theirs.b], 1))
+
     @property
     def form(self) -> planner.Form:
         """How the norm is computed."""
-        groups = self.geometry.groups
+        groups, space = self.geometry.groups, len(self.geometry.stride)
         return planner.choose(
-            self.b[0, 0].numel(),
+            self.probes * self.b.shape[-space:].numel(),
             self.geometry.shape[1:].numel(),
-            self.b.shape[1] // groups,
+            self.b.shape[-space - 1] // groups,
             blocks=groups,
-            raw_inputs=self.x[0].numel(),
-            kernel=self.x.is_cuda and self.x.dim() == 4 and self.x.dtype == self.b.dtype,
+            raw_inputs=self.x.shape[1:].numel(),
+            cuda=self.x.is_cuda,
+            kernel=self._by_kernel,
+            unfolds=True,
         )
+
+    @property
+    def _by_kernel(self) -> bool:
+        return self.x.is_cuda and len(self.geometry.stride) == 2 and self.x.dtype == self.b.dtype
+
+    def _arguments(self) -> tuple[Any, ...]:
+        g = self.geometry
+        return g.stride, g.padding, g.dilation, g.shape[2:], g.groups, self.probes
 
     def sq_norm(self) -> Tensor:
         """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
-        form, g = self.form.name, self.geometry
+        form = self.form.name
         if form == "fused":
-            return convolution_sq_norm(self.x, self.b, g.stride, g.padding, g.dilation, g.shape[2:], g.groups)
+            return convolution_sq_norm(*self._images(), *self._arguments())
         return self.unfolded().sq_norm() if form == "gram" else _streamed_sq_norm(self)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""
-        g, x, b = self.geometry, wide(self.x), wide(self.b)
+        g, (x, b) = self.geometry, (wide(t) for t in self._images())
         space = len(g.stride)
         moved = torch.ops.aten.convolution(
             x, direction.to(x.dtype), None, g.stride, g.padding, g.dilation, False, [0] * space, g.groups
         )
-        return (moved * b).flatten(1).sum(1)
+        return (moved * b).reshape(self.samples, -1).sum(1)
 
     def total(self, weights: Tensor) -> Tensor:
-        """The library's own weight gradient, with b scaled by w."""
-        b = wide(self.b)
-        return _weight_gradient(wide(self.x), b * _like(b, weights), self.geometry)
+        """The library's own weight gradient, with b scaled by w; in half precision a kernel's, which scales nothing."""
+        x, b = self._images()
+        if self._by_kernel and x.dtype in HALF:
+            return convolution_total(x, b, weights, *self._arguments())
+        b = wide(b)
+        return _weight_gradient(wide(x), b * _like(b, weights.repeat_interleave(self.probes)), self.geometry)
 
     def dense(self) -> Tensor:
         """One convolution with a group per sample: its weight gradient is every sample's own."""
-        g, x, b = self.geometry, wide(self.x), wide(self.b)
-        n = self.samples
+        if self._by_kernel:
+            return convolution_dense(*self._images(), *self._arguments())
+        g, n, probes = self.geometry, self.samples, self.probes
+        x, b = (wide(t) for t in self._images())
         if n == 0:
             return x.new_zeros(0, *g.shape)
         if g.shape[1] <= 4 and g.groups == 1:  # so few channels would leave the convolution's vectors empty
             return self.unfolded().dense()
         each = replace(g, shape=torch.Size([n * g.shape[0], *g.shape[1:]]), groups=n * g.groups)
-        x, b = (t.reshape(1, n * t.shape[1], *t.shape[2:]) for t in (x, b))
+        x, b = (  # [image, unit · channel, *space]
+            t.unflatten(0, (n, probes)).transpose(0, 1).reshape(probes, n * t.shape[1], *t.shape[2:]) for t in (x, b)
+        )
         return _weight_gradient(x, b, each).reshape(n, *g.shape)
 
     def rows(self, start: int, stop: int) -> Convolution:
@@ -279,11 +364,11 @@ class Convolution:
 
     def unfolded(self) -> Outer:
         """The same gradient as an Outer: each output position's input patch is a row of a."""
-        g = self.geometry
+        g, (x, b) = self.geometry, self._images()
         space = len(g.stride)
         pads = [pad for size in reversed(g.padding) for pad in (size, size)]
-        x = torch.nn.functional.pad(self.x, pads)
-        out, kernel = self.b.shape[2:], g.shape[2:]
+        x = torch.nn.functional.pad(x, pads)
+        out, kernel = b.shape[2:], g.shape[2:]
         strides = x.stride()[2:]
         patches = x.as_strided(
             (*x.shape[:2], *kernel, *out),
@@ -293,12 +378,13 @@ class Convolution:
                 *(s * d for s, d in zip(strides, g.stride, strict=True)),
             ),
             x.storage_offset(),
-        )  # [sample, channel, *kernel, *out]
+        )  # [image, channel, *kernel, *out]
         n, channels = x.shape[:2]
         a = patches.reshape(n, g.groups, channels // g.groups * kernel.numel(), out.numel()).transpose(2, 3)
-        b = self.b.reshape(n, g.groups, self.b.shape[1] // g.groups, out.numel()).transpose(2, 3)
+        b = b.reshape(n, g.groups, b.shape[1] // g.groups, out.numel()).transpose(2, 3)
         assert space == len(out)
-        return Outer(a, b, g.shape)
+        each = Outer(a, b, g.shape)
+        return each.merged(self.probes) if self.probes > 1 else each
 
 
 @dataclass(frozen=True)
@@ -359,24 +445,11 @@ class Indexed:
         return out.scatter_add_(1, self.ids[:, :, None].expand_as(b), b)
 
 
-def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
-    """⟨A Aᵀ, B Bᵀ⟩ per sample, for a [sample, block, position, p] and b [sample, block, position, q].
-
-    Guarantees: not under-estimated. Where positions cancel, rounding is relative to (Σ_s ‖a_s‖‖b_s‖)², not to the
-    result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels.
-    """
-    if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel
-        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2))
-    aa = a @ a.transpose(2, 3)
-    bb = b @ b.transpose(2, 3)
-    lengths = aa.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt() * bb.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt()
-    slack = 4 * torch.finfo(a.dtype).eps * lengths.sum(2).square()
-    return ((aa * bb).sum((2, 3)).clamp(min=0) + slack).sum(1)
-
-
 def _streamed_sq_norm(record: Outer | Convolution) -> Tensor:
     floats = record.form.written_floats
-    step = max(1, planner.STREAM_FLOATS // max(1, floats))
+    step = max(
+        1, planner.stream_floats(cuda=(record.a if isinstance(record, Outer) else record.x).is_cuda) // max(1, floats)
+    )
     if step >= record.samples:
         return Dense(record.dense()).sq_norm()
     starts = range(0, record.samples, step)
@@ -397,8 +470,8 @@ def cross(first: Record, second: Record) -> Tensor:
         first, second = second, first
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
-        a, b = wide(second.a)[:, 0], wide(second.b)[:, 0]
-        picked = b.gather(2, first.ids[:, None, :].expand(-1, b.shape[1], -1))  # [sample, position 2, position 1]
+        a, b = wide(second.a)[:, 0], second.b[:, 0]
+        picked = wide(b.gather(2, first.ids[:, None, :].expand(-1, b.shape[1], -1)))  # [sample, position 2, position 1]
         return (picked * (a @ wide(first.b).to(a.dtype).transpose(1, 2))).sum((1, 2))
     return _flat(first.dense() * second.dense()).sum(1)
 
@@ -408,7 +481,12 @@ def joined(records: Sequence[Record]) -> tuple[Record, ...]:
     outers = [r for r in records if isinstance(r, Outer)]
     indexed = [r for r in records if isinstance(r, Indexed)]
     dense = [r for r in records if isinstance(r, Dense)]
-    rest = [r for r in records if isinstance(r, Convolution)]
+    rest: list[Convolution] = []
+    for record in records:
+        if isinstance(record, Convolution):
+            if rest and rest[-1].adds_to(record):
+                record = rest.pop().plus(record)
+            rest.append(record)
     if len(rest) > 1 or (rest and (outers or dense or indexed)):
         dense += [Dense(r.dense()) for r in rest]
         rest = []

@@ -18,8 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.records import planner, recurrent
-from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, Record, wide
-from clipwise.records.tape import Call, Rows, Source, Tape, Want, by_sample, mapped, tensors
+from clipwise.records.displacement import Own, cut
+from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, Record, outer_form, wide
+from clipwise.records.tape import (
+    Call,
+    Rows,
+    Source,
+    Tape,
+    Want,
+    by_sample,
+    by_unit,
+    from_units,
+    mapped,
+    tensors,
+    vmapped,
+)
 from clipwise.types import InputError, Refused
 
 
@@ -40,7 +53,9 @@ class Meeting:
         """The argument's source, if it is made of parameters."""
         found = self._sources.get(id(value))
         # only a matrix product can undo a transpose; elsewhere it is a tensor made from the parameter
-        return replace(found, flipped=False) if found is not None and found.flipped else found
+        if found is None or not found.flipped:
+            return found
+        return replace(found, flipped=False, own=found.own.turned() if found.own is not None else None)
 
     def factor(self, value: object) -> Source | None:
         """The same for a matrix product, where a parameter's transpose is as good as the parameter."""
@@ -57,6 +72,40 @@ class Meeting:
         if rows is None:
             raise Refused(mixing(self.call.label))
         return rows
+
+    def own(self, argument: object) -> Own | None:
+        """What each unit has in the argument's place, in a displaced pass."""
+        source = self.source(argument)
+        return None if source is None else source.own
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half precision of displaced arguments, if they have one: a displacement would be rounded away in it."""
+        half = (torch.bfloat16, torch.float16)
+        given = tensors(self.args, self.kwargs)
+        return next((t.dtype for t in given if t.dtype in half and self.own(t) is not None), None)
+
+    def each(self, argument: Tensor) -> Tensor:
+        """What each sample has in a parameter's place, [sample, *shape]: its own, or the same without any copy."""
+        own = self.own(argument)
+        if own is not None:
+            return own.each
+        shared = argument.detach().expand(self.samples, *argument.shape)
+        return shared if self.half is None else wide(shared)
+
+    def narrowed(self, result: Tensor) -> Tensor:
+        """What an operation gives in the format that it would have without displacement, computed in a wider one."""
+        half = self.half
+        others = (t.dtype for t in tensors(self.args, self.kwargs) if t.dim() and t.is_floating_point())
+        return result if half is None or any(dtype != half for dtype in others) else result.to(half)
+
+    def placed(self, values: Tensor, dimensions: int) -> Tensor:
+        """Values [sample, *shape] broadcast to so many dimensions, with samples where the output holds them."""
+        out, sizes = self.out, values.shape[1:]
+        values = values.reshape(len(values), *(1,) * (dimensions - len(sizes)), *sizes).movedim(0, out.dim)
+        spread = list(values.shape)  # [..., sample, 1, ...]
+        spread[out.dim + 1] = out.factor
+        return values.expand(spread).flatten(out.dim, out.dim + 1)
 
     def value(self, argument: Any) -> Any:
         """The argument as the operation sees it: parameters detached, so that no weight gradient is computed."""
@@ -100,9 +149,9 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        a = as_seen(by_sample(x, rows, n).detach().reshape(n, 1, -1, x.shape[-1]), output)
-        positions, p, q = a.shape[2], a.shape[3], features
-        form = planner.choose(positions, p, q)
+        a = as_seen(cut(by_sample(x, rows, n)).reshape(n, 1, -1, x.shape[-1]), output)
+        positions, q = a.shape[2], features
+        form = outer_form(a, q, output.dtype)
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
         shape = source.tensor.t().shape if source.flipped else source.tensor.shape
         out = m.out
@@ -111,7 +160,7 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
             b = by_sample(b, out, n).reshape(n, 1, positions, q)
             return Outer(b, a, shape) if swap else Outer(a, b, shape)
 
-        if form.name == "written" or source.name is None:
+        if m.tape.writes(form, source):
             dtype = torch.promote_types(wide(a).dtype, wide(output).dtype)
             wants.append(Want(source, (n, *shape), dtype, lambda b, a: record(a, b).dense(), Dense))
             saved = [a]
@@ -136,7 +185,7 @@ def linear(m: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None = None
     """F.linear."""
     if m.source(input) is not None or weight.dim() != 2:
         return by_vmap(m)
-    output = F.linear(input, m.value(weight), m.value(bias))
+    output = _product(m, input, weight, bias, lambda offset: F.linear(input, m.value(weight), offset), flip=False)
     return _linear(m, input, weight, bias, flip=False, output=output)
 
 
@@ -144,15 +193,68 @@ def matmul(m: Meeting, input: Tensor, other: Tensor, *, out: None = None) -> Ten
     """X @ W with a two-dimensional W."""
     if m.source(input) is not None or other.dim() != 2 or input.dim() < 2 or m.source(other) is None:
         return by_vmap(m)
-    return _linear(m, input, other, None, flip=True, output=input @ m.value(other))
+    output = _product(m, input, other, None, lambda _: input @ m.value(other), flip=True)
+    return _linear(m, input, other, None, flip=True, output=output)
 
 
 def addmm(m: Meeting, bias: Tensor, input: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Bias + X @ W: the Conv1D of GPT-2."""
     if m.source(input) is not None or (beta, alpha) != (1, 1) or bias.dim() != 1:
         return by_vmap(m)
-    output = torch.addmm(m.value(bias), input, m.value(other))
+    output = _product(
+        m,
+        input,
+        other,
+        bias,
+        lambda offset: input @ m.value(other) if offset is None else torch.addmm(offset, input, m.value(other)),
+        flip=True,
+    )
     return _linear(m, input, other, bias, flip=True, output=output)
+
+
+def _product(
+    m: Meeting,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plain: Callable[[Tensor | None], Tensor],
+    *,
+    flip: bool,
+) -> Tensor:
+    """``plain(bias)``; in a displaced pass with each unit's own weight and bias."""
+    source, offset, rows = m.factor(weight), m.own(bias), m.rows(x)
+    own = source.own if source is not None else None
+    if (own is None and offset is None) or rows is None:
+        return plain(m.value(bias))
+    units = m.samples // (own or offset).views  # type: ignore[union-attr]
+    inputs = wide(by_unit(x, rows, units))
+    turned = source is not None and flip != source.flipped  # the parameter is [p, q]
+    added = None if offset is None else cut(offset.value)[:, None]
+    if own is None or own.factored:
+        base = plain(m.value(bias) if offset is None else None)
+        with full_precision(x):
+            y = wide(by_unit(base, rows, units))
+            y = y if own is None else own.product(y, inputs, turned=turned)
+            y = y if added is None else y + added
+        return from_units(y, rows, x.shape).to(base.dtype)
+    with full_precision(x):
+        values = cut(own.value) if turned else cut(own.value).mT
+        if added is None and bias is not None:
+            added = wide(m.value(bias))
+        y = inputs @ values if added is None else torch.baddbmm(added, inputs, values)
+    return from_units(y, rows, x.shape).to(seen_format(x))
+
+
+def full_precision(like: Tensor) -> torch.autocast:
+    """Without autocast: a displacement is small beside what it moves, so it is computed in float32 and then cast."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def seen_format(x: Tensor) -> torch.dtype:
+    """The format in which a product of x comes out."""
+    kind = x.device.type
+    narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if narrow else x.dtype
 
 
 # ── convolutions ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +284,8 @@ def convolution(
     else:
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
-    output = m.call.function(x, m.value(weight), m.value(bias), steps, pads, spread, groups)
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
+    output = _kernel(m, x, weight, bias, groups, run)
     return _convolved(m, x, weight, bias, geometry, output, transposed=False)
 
 
@@ -203,15 +306,65 @@ def transposed_convolution(
         return by_vmap(m)
     steps, pads, spread, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
-    output = m.call.function(input, m.value(weight), m.value(bias), steps, pads, more, groups, spread)
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, more, groups, spread)  # noqa: E731
+    output = _kernel(m, input, weight, bias, groups, run)
     return _convolved(m, input, weight, bias, geometry, output, transposed=True)
+
+
+def _kernel(
+    m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, run: Callable[..., Tensor]
+) -> Tensor:
+    """The convolution; in a displaced pass one with a group for each unit, so that each has its own weight."""
+    own, offset = m.own(weight), m.own(bias)
+    if own is None:
+        if offset is None:
+            return run(x, m.value(weight), m.value(bias), groups)
+        y = run(x, m.value(weight), None, groups)
+        return (wide(y) + m.placed(offset.each.unflatten(1, (-1, *(1,) * (x.dim() - 2))), x.dim())).to(y.dtype)
+    units, views = m.samples // own.views, own.views * m.out.factor
+    with full_precision(x):
+        added: Tensor | None = None
+        if bias is not None:
+            added = cut(offset.value).flatten() if offset is not None else wide(m.value(bias)).repeat(units)
+        images = wide(x).unflatten(0, (units, views)).transpose(0, 1)  # [view, unit, channel, …]
+        values = cut(own.value)
+        share = _share(values, groups)
+        if share > 1:
+            rest = -units % share
+            images, values = _more(images, 1, rest), _diagonal(_more(values, 0, rest), share)
+            added = None if added is None else _more(added.unflatten(0, (units, -1)), 0, rest).flatten()
+        y = run(images.flatten(1, 2), values.flatten(0, 1), added, len(values) * groups)
+        y = y.unflatten(1, (len(values) * share, -1))[:, :units].transpose(0, 1).flatten(0, 1)
+    return y.to(seen_format(x))
+
+
+FULL = 64  # channels; with fewer in a group a GPU's convolution is an order of magnitude slower (measured on an H200)
+
+
+def _share(values: Tensor, groups: int) -> int:
+    """How many units share a group of a displaced convolution, their weights along its diagonal."""
+    inputs, outputs = values.shape[1:3]
+    return max(1, FULL // max(inputs, outputs)) if values.is_cuda and groups == 1 and min(inputs, outputs) >= 8 else 1
+
+
+def _more(tensor: Tensor, dim: int, count: int) -> Tensor:
+    """The tensor with so many zeros at the end of a dimension."""
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, count]) if count else tensor
+
+
+def _diagonal(values: Tensor, share: int) -> Tensor:
+    """Weights [unit, channel, channel, …] of ``share`` units as the diagonal blocks of one."""
+    space = (1,) * (values.dim() - 3)
+    eye = torch.eye(share, dtype=values.dtype, device=values.device).reshape(share, 1, share, 1, *space)
+    blocks = values.unflatten(0, (-1, share)).unsqueeze(3) * eye  # [group, share, channel, share, channel, …]
+    return blocks.flatten(3, 4).flatten(1, 2)
 
 
 def _convolved(
     m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, output: Tensor, *, transposed: bool
 ) -> Tensor:
     n, factor, source = m.samples, m.out.factor, m.source(weight)
-    x = as_seen(x.detach(), output)
+    x = as_seen(cut(x), output)
     wants, saved = list[Want | None](), list[Tensor]()
     if source is not None:
 
@@ -220,7 +373,7 @@ def _convolved(
             return conv if factor == 1 else conv.merged(factor)  # several images of one sample are one unit
 
         form = (Convolution(output.detach(), x, geometry) if transposed else Convolution(x, output, geometry)).form
-        if form.name == "written" or source.name is None:
+        if m.tape.writes(form, source):
             dtype = torch.promote_types(wide(x).dtype, wide(output).dtype)
             written = lambda b, x: record(x, b).dense()  # noqa: E731
             wants.append(Want(source, (n, *geometry.shape), dtype, written, Dense))
@@ -270,7 +423,7 @@ def embedding(
     if source is None or rows is None:
         return by_vmap(m)
     ids = by_sample(input, rows, n).reshape(n, -1)
-    output = F.embedding(input, m.value(weight))
+    output = _looked_up(m, ids, F.embedding(input, m.value(weight)), source.own)
     table, out = weight.shape, m.out
 
     def record(b: Tensor) -> Record:
@@ -278,10 +431,22 @@ def embedding(
         if padding_idx is not None:
             b = b * (ids != padding_idx % table[0])[:, :, None]
         indexed = Indexed(ids, b, table)
-        return indexed if source.name is not None else Dense(indexed.dense())
+        return indexed if source.name is not None or m.tape.dual else Dense(indexed.dense())
 
     m.tape.site([source], "embedding", None)
     return m.tap(output, [], [Want(source, output.shape, output.dtype, _identity, record)])
+
+
+def _looked_up(m: Meeting, ids: Tensor, rows: Tensor, own: Own | None) -> Tensor:
+    """Rows of the table; in a displaced pass of each unit's own."""
+    if own is None:
+        return rows
+    units = m.samples // own.views
+    ids = ids.reshape(units, -1)
+    if own.factored:
+        return from_units(wide(by_unit(rows, m.out, units)) + own.rows(ids), m.out, rows.shape).to(rows.dtype)
+    found = cut(own.value).gather(1, ids[:, :, None].expand(-1, -1, rows.shape[-1]))
+    return from_units(found, m.out, rows.shape).to(rows.dtype)
 
 
 def embedding_bag(follow: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -324,19 +489,32 @@ def _affine(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    output: Tensor,
-    standardised: Callable[[Tensor], Tensor],
+    run: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
     keep: Callable[[Tensor], Tensor],
+    trailing: int = 0,
 ) -> Tensor:
-    """y = x̂ ⊙ w + bias: the gradient of w is Σ_s x̂_s ⊙ b_s; x̂ is made again in the backward, as it is cheap."""
+    """y = x̂ ⊙ w + bias: the gradient of w is Σ_s x̂_s ⊙ b_s; x̂ is made again in the backward, as it is cheap.
+
+    ``run(x, w, bias)`` is the normalisation; ``trailing`` dimensions follow the parameters' own.
+    """
     source = m.source(weight)
+    if m.own(weight) is None and m.own(bias) is None:
+        output = run(input, m.value(weight), m.value(bias))
+    else:
+        plain = run(input, None, None)
+        output = wide(plain)
+        for parameter, apply in ((weight, torch.mul), (bias, torch.add)):
+            if parameter is not None:
+                own = wide(m.each(parameter)).reshape(m.samples, *parameter.shape, *(1,) * trailing)
+                output = apply(output, m.placed(own, plain.dim()))
+        output = output.to(plain.dtype)
     scale = _summed(source, output, m.out, keep)
     if scale is not None:
         scale = Want(
             scale.source,
             scale.shape,
             scale.dtype,
-            lambda b, x: keep(wide(b) * standardised(wide(x))).reshape(scale.shape),
+            lambda b, x: keep(wide(b) * run(wide(x), None, None)).reshape(scale.shape),
             Dense,
         )
     found = [s for s in (source, m.source(bias)) if s is not None]
@@ -360,8 +538,7 @@ def layer_norm(
         input,
         weight,
         bias,
-        F.layer_norm(input, shape, m.value(weight), m.value(bias), eps),
-        lambda x: F.layer_norm(x, shape, None, None, eps),
+        lambda x, w, b: F.layer_norm(x, shape, w, b, eps),
         lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1),
     )
 
@@ -382,15 +559,18 @@ def rms_norm(
         input,
         weight,
         None,
-        F.rms_norm(input, shape, m.value(weight), eps),
-        lambda x: F.rms_norm(x, shape, None, eps),
+        lambda x, w, _: F.rms_norm(x, shape, w, eps),
         lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1),
     )
 
 
-def _per_channel(m: Meeting, output: Tensor) -> Callable[[Tensor], Tensor]:
-    n, factor, channels = m.samples, m.out.factor, output.shape[1]
-    return lambda t: wide(t).reshape(n, factor, channels, -1).sum((1, 3))
+def _channels(
+    m: Meeting, input: Tensor, weight: Tensor | None, bias: Tensor | None, run: Callable[..., Tensor]
+) -> Tensor:
+    """A normalisation whose parameters belong to channels."""
+    n, factor, channels = m.samples, m.out.factor, input.shape[1]
+    keep = lambda t: wide(t).reshape(n, factor, channels, -1).sum((1, 3))  # noqa: E731
+    return _affine(m, input, weight, bias, run, keep, trailing=input.dim() - 2)
 
 
 def group_norm(
@@ -403,9 +583,7 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """F.group_norm."""
-    output = F.group_norm(input, num_groups, m.value(weight), m.value(bias), eps)
-    standardised = lambda x: F.group_norm(x, num_groups, None, None, eps)  # noqa: E731
-    return _affine(m, input, weight, bias, output, standardised, _per_channel(m, output))
+    return _channels(m, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
 
 
 def instance_norm(
@@ -422,8 +600,7 @@ def instance_norm(
     """F.instance_norm; running statistics are only read (what would update them is refused beforehand)."""
     mean, var = (None, None) if use_input_stats else (running_mean, running_var)
     run = functools.partial(F.instance_norm, use_input_stats=use_input_stats, eps=eps)
-    output = run(input, mean, var, m.value(weight), m.value(bias))
-    return _affine(m, input, weight, bias, output, lambda x: run(x, mean, var), _per_channel(m, output))
+    return _channels(m, input, weight, bias, lambda x, w, b: run(x, mean, var, w, b))
 
 
 def batch_norm(
@@ -444,8 +621,7 @@ def batch_norm(
             "instead, or call .eval() on the module to use its fixed statistics"
         )
     run = functools.partial(F.batch_norm, training=False, eps=eps)
-    output = run(input, running_mean, running_var, m.value(weight), m.value(bias))
-    return _affine(m, input, weight, bias, output, lambda x: run(x, running_mean, running_var), _per_channel(m, output))
+    return _channels(m, input, weight, bias, lambda x, w, b: run(x, running_mean, running_var, w, b))
 
 
 # ── recurrences ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,31 +633,48 @@ def recurrence(m: Meeting, ahead: Tensor, h: Tensor, *rest: Any) -> Any:
     source, n = m.source(weight), m.samples
     if m.out.dim != 1 or m.out.factor != 1 or any(m.source(t) is not None for t in (ahead, h, *cell)):
         return by_vmap(m)
+    seen = ahead.dtype
+    if m.own(weight) is not None or m.own(bias) is not None:
+        ahead, h, cell = wide(ahead), wide(h), [wide(c) for c in cell]
     tap = ahead.new_zeros(()).expand_as(ahead).requires_grad_()
-    result: Any
-    if cell:
-        result = recurrent.lstm_tapped(ahead, h, cell[0], m.value(weight), m.value(bias), tap)
-        states = result[0].detach()
-    else:
-        result = recurrent.gru_tapped(ahead, h, m.value(weight), m.value(bias), tap)
-        states = result.detach()
-    start = h.detach()[None].expand(1, n, -1)
+    run: Any = STEPPED[m.call.function] if m.tape.dual else recurrent.lstm_tapped if cell else recurrent.gru_tapped
+    offset = m.value(bias) if m.own(bias) is None else m.each(bias)
+    result = run(ahead, h, *cell, m.value(weight), offset, tap, *_own_recurrence(m, ahead, weight))
+    result = mapped(result, lambda t: t.to(seen))
+    states = cut(result[0] if cell else result)
+    start = cut(h)[None].expand(1, n, -1)
 
     def weights(b: Tensor) -> Outer:
         a = torch.cat([start, states[:-1]]).transpose(0, 1)[:, None]
         return Outer(a, b.transpose(0, 1)[:, None], weight.shape)
 
     if source is not None:
-        m.tape.leaf(tap, source, lambda b: _or_written(weights(b), source))
+        m.tape.leaf(tap, source, lambda b: _or_written(m.tape, weights(b), source))
         m.tape.site([source], m.call.label, planner.choose(len(ahead), h.shape[-1], ahead.shape[-1]))
-    offset = m.source(bias)
-    if offset is not None:
-        m.tape.leaf(tap, offset, lambda b: Dense(wide(b).sum(0)))
+    added = m.source(bias)
+    if added is not None:
+        m.tape.leaf(tap, added, lambda b: Dense(wide(b).sum(0)))
     return result
 
 
-def _or_written(record: Outer, source: Source) -> Record:
-    return Dense(record.dense()) if record.form.name == "written" or source.name is None else record
+# Frozen or not, in a dual pass a recurrence runs by ordinary operations.
+STEPPED: dict[Callable[..., Any], Callable[..., Any]] = {
+    recurrent.lstm: recurrent.lstm_stepped,
+    recurrent.gru: recurrent.gru_stepped,
+}
+
+
+def _own_recurrence(m: Meeting, ahead: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Each unit's recurrent weight, as the recurrence takes it: values, or pairs beside the shared weight."""
+    own = m.own(weight)
+    if own is None:
+        return ()
+    found = own.pairs() if own.factored else (cut(own.value),)
+    return tuple(t.to(ahead.dtype) for t in found)
+
+
+def _or_written(tape: Tape, record: Outer, source: Source) -> Record:
+    return Dense(record.dense()) if tape.writes(record.form, source) else record
 
 
 # ── parameters used directly ────────────────────────────────────────────────────────────────────────────────────────
@@ -500,23 +693,16 @@ def elementwise(m: Meeting) -> Tensor:
     spread = functools.partial(_spread, m, dimensions=len(shape))
     m.tape.site(_found(m), m.call.label, None)
     result: Tensor = m.call.function(*mapped(m.args, spread), **mapped(m.kwargs, spread))
-    return result
+    return m.narrowed(result)
 
 
 def _spread(m: Meeting, argument: Tensor, *, dimensions: int) -> Tensor:
     """A parameter, broadcast to so many dimensions, with a leaf for each sample; other tensors as they are."""
-    source, out, n = m.source(argument), m.out, m.samples
+    source = m.source(argument)
     if source is None:
         return argument
-    value = argument.detach()
-    value = value.reshape((1,) * (dimensions - value.dim()) + tuple(value.shape)).unsqueeze(out.dim)
-    sizes = list(value.shape)
-    sizes[out.dim] = n  # [..., sample, 1, ...]: one copy for each sample, no memory
-    leaf = value.expand(sizes).detach().requires_grad_()
-    own = tuple(argument.shape)
-    m.tape.leaf(leaf, source, lambda g: Dense(wide(g.movedim(out.dim, 0).reshape(n, *own))))
-    sizes[out.dim + 1] = out.factor
-    return leaf.expand(sizes).flatten(out.dim, out.dim + 1)
+    leaf = cut(m.each(argument)).requires_grad_()
+    return m.placed(m.tape.leaf(leaf, source, lambda g: Dense(wide(g))), dimensions)
 
 
 def biased_attention(
@@ -526,7 +712,7 @@ def biased_attention(
     if attn_mask is None or any(m.source(t) is not None for t in (query, key, value)):
         return by_vmap(m)
     m.tape.site(_found(m), m.call.label, None)
-    bias = _spread(m, attn_mask, dimensions=query.dim())
+    bias = _spread(m, attn_mask, dimensions=query.dim()).to(query.dtype)
     return F.scaled_dot_product_attention(query, key, value, bias, *rest, **options)
 
 
@@ -544,39 +730,39 @@ def repeated(m: Meeting) -> Tensor:
         return Dense(wide(each.movedim(1, out.dim + 1)))
 
     m.tape.site([source], m.call.label, None)
-    return m.tape.leaf(made.detach().requires_grad_(), part, record)
+    if source.own is not None:
+        own = source.own
+
+        def one(*args: Any, **kwargs: Any) -> Tensor:
+            repeats: Tensor = m.call.function(*args, **kwargs)
+            return repeats.narrow(out.dim, 0, out.factor)
+
+        values = vmapped(one, m.args, m.kwargs, lambda t: (own.value, 0) if m.source(t) else (t, None), "same")
+        part = replace(part, own=Own(own.views, lambda: values))  # [unit, ..., factor, ...]
+        made = part.own.each.movedim(0, out.dim).flatten(out.dim, out.dim + 1).to(made.dtype)  # type: ignore[union-attr]
+    return m.tape.leaf(cut(made).requires_grad_(), part, record)
 
 
 def by_vmap(m: Meeting) -> Any:
     """Any other operation: run once per sample, as on a batch of one, with the sample's own copy of the parameter."""
     n = m.samples
-    found, flat, dims = _found(m), list[Tensor](), list[int | None]()
+    found = _found(m)
 
-    def take(argument: Tensor) -> int:
+    def place(argument: Tensor) -> tuple[Tensor, int | None]:
         source, rows = m.source(argument), m.rows(argument)
         if source is not None:
-            leaf = argument.detach().expand(n, *argument.shape).detach().requires_grad_()
-            m.tape.leaf(leaf, source, lambda g: Dense(wide(g)))
-            flat.append(leaf)
-            dims.append(0)
-        elif rows is not None:
+            leaf = cut(m.each(argument)).requires_grad_()
+            return m.tape.leaf(leaf, source, lambda g: Dense(wide(g))), 0
+        if m.half is not None:  # the operation sees one format
+            argument = wide(argument)
+        if rows is not None:
             # [..., sample, factor, ...]: mapped over the first, the operation sees a batch of one
-            flat.append(argument.unflatten(rows.dim, (n, rows.factor)))
-            dims.append(rows.dim)
-        else:
-            flat.append(argument)
-            dims.append(None)
-        return len(flat) - 1
-
-    places = mapped((m.args, m.kwargs), lambda t: _Place(take(t)))
-
-    def single(*values: Tensor) -> Any:
-        args, kwargs = _filled(places, values)
-        return m.call.function(*args, **kwargs)
+            return argument.unflatten(rows.dim, (n, rows.factor)), rows.dim
+        return argument, None
 
     names = ", ".join(sorted({name for s in found for name in s.names}))
     try:
-        result = torch.vmap(single, in_dims=tuple(dims), randomness="different")(*flat)
+        result = vmapped(m.call.function, m.args, m.kwargs, place, "different")
     except (RuntimeError, ValueError) as error:
         raise InputError(
             f"cannot follow the parameter {names} through {m.call.label} one sample at a time "
@@ -589,23 +775,9 @@ def by_vmap(m: Meeting) -> Any:
         rows = next(outputs)
         if rows is None:
             raise Refused(mixing(m.call.label))
-        return value.movedim(0, rows.dim).flatten(rows.dim, rows.dim + 1)
+        return m.narrowed(value.movedim(0, rows.dim).flatten(rows.dim, rows.dim + 1))
 
     return mapped(result, joined)
-
-
-class _Place(int):
-    """The index of a tensor that was taken out of an argument tree."""
-
-
-def _filled(tree: Any, values: Sequence[Tensor]) -> Any:
-    if isinstance(tree, _Place):
-        return values[tree]
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_filled(part, values) for part in tree)
-    if isinstance(tree, dict):
-        return {key: _filled(value, values) for key, value in tree.items()}
-    return tree
 
 
 def _found(m: Meeting) -> list[Source]:

@@ -13,8 +13,11 @@ Name = Literal["gram", "written", "streamed", "fused"]
 
 # Per-sample gradients written out a piece at a time should stay in a core's cache: this many floats.
 STREAM_FLOATS = 1 << 20
+CUDA_STREAM_FLOATS = 1 << 26  # enough to fill a GPU, a quarter of a gigabyte
 # What it costs to write a float out and read it twice again (norm, weighted sum), in multiplications.
 TRAFFIC = 16
+# The same on a GPU, whose memory is slower beside its arithmetic: 12 bytes at 4 TB/s, 2 operations at 400 TFLOP/s.
+CUDA_TRAFFIC = 600
 
 
 @dataclass(frozen=True)
@@ -28,23 +31,37 @@ class Form:
     written_floats: int  # what the written gradient occupies
 
 
+def stream_floats(*, cuda: bool) -> int:
+    """How many floats of gradients are written out at a time."""
+    return CUDA_STREAM_FLOATS if cuda else STREAM_FLOATS
+
+
 def choose(
-    positions: int, inputs: int, outputs: int, *, blocks: int = 1, raw_inputs: int | None = None, kernel: bool = False
+    positions: int,
+    inputs: int,
+    outputs: int,
+    *,
+    blocks: int = 1,
+    raw_inputs: int | None = None,
+    cuda: bool = False,
+    kernel: bool = False,
+    unfolds: bool = False,
 ) -> Form:
     """The cheapest form for ``blocks`` products of [positions, inputs]ᵀ [positions, outputs].
 
     ``raw_inputs`` is the layer input's floats per sample where that differs from positions × inputs (convolutions,
-    whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything.
+    whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything;
+    ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should.
     """
     gram = blocks * positions**2 * (inputs + outputs)
     product = blocks * positions * inputs * outputs
     record = (raw_inputs if raw_inputs is not None else blocks * positions * inputs) + blocks * positions * outputs
     floats = blocks * inputs * outputs
-    # Gram and streamed forms need the product once more, for the weighted sum; a written gradient is only read again.
+    # Gram, streamed and fused forms need the product once more, for the weighted sum; a written one is only read again.
     costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
-    if kernel:  # beside it the others would unfold the input, or write gradients that a GPU's memory is too slow for
-        costs = {"fused": 2 * product}
-    elif floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
-        costs["written"] = product + TRAFFIC * floats
+    if kernel:  # Gram matrices are symmetric, and the kernel computes half of each
+        costs = {"fused": 2 * product} if unfolds else {"fused": 2 * product, "gram": gram // 2 + product}
+    if floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
+        costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats
     name = min(costs, key=lambda form: costs[form])
     return Form(name, gram, product, record, floats)

@@ -1,6 +1,7 @@
 """Recurrent layers over a whole sequence: one function each, with its gradient written by hand.
 
-Receives: the input's share of the gates for all steps, the first state, and the recurrent weight.
+Receives: the input's share of the gates for all steps, the first state, and the recurrent weight: of all samples, or
+``own`` of each.
 Gives: all states; in the backward pass, the gradient at the gates of every step, which is all that records need.
 
 Autograd over an unrolled loop keeps a dozen nodes per step; here a step is one product and a few fused passes, and
@@ -9,6 +10,7 @@ what does not depend on the recurrence is computed for all steps at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,17 +28,76 @@ def gru(ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def lstm_tapped(
-    ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor
+    ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, *own: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same; the tap's gradient is the gradient at W_hh h + b_hh."""
-    states: tuple[Tensor, Tensor] = _Lstm.apply(ahead, h, c, weight, bias, tap)  # type: ignore[no-untyped-call]
+    """The same; the tap's gradient is the gradient at W_hh h + b_hh.
+
+    ``own``: each unit's weight [unit, 4 hidden, hidden] in the place of ``weight``; or pairs (a, b), [unit, s, …], with
+    Σ_s b_s a_sᵀ beside it. The bias may be [4 hidden], or [sample, 4 hidden].
+    """
+    states: tuple[Tensor, Tensor] = _Lstm.apply(ahead, h, c, weight, bias, tap, *own)  # type: ignore[no-untyped-call]
     return states
 
 
-def gru_tapped(ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
-    """The same; the tap's gradient is the gradient at W_hh h + b_hh."""
-    states: Tensor = _Gru.apply(ahead, h, weight, bias, tap)  # type: ignore[no-untyped-call]
+def gru_tapped(ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, *own: Tensor) -> Tensor:
+    """The same; the tap's gradient is the gradient at W_hh h + b_hh. ``own`` as for the LSTM."""
+    states: Tensor = _Gru.apply(ahead, h, weight, bias, tap, *own)  # type: ignore[no-untyped-call]
     return states
+
+
+def lstm_step(x: Tensor, u: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """One step, by ordinary operations: h and c for the input's share x and the state's share u of the gates."""
+    i, f, g, o = (x + u).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_step(x: Tensor, u: Tensor, h: Tensor) -> Tensor:
+    """One step, by ordinary operations."""
+    (xr, xz, xn), (ur, uz, un) = x.chunk(3, -1), u.chunk(3, -1)
+    n, z = (xn + (xr + ur).sigmoid() * un).tanh(), (xz + uz).sigmoid()
+    return (1 - z) * n + z * h
+
+
+def lstm_stepped(
+    ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor | None = None, *own: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``lstm_tapped`` by ordinary operations, for passes that carry forward-mode derivatives."""
+    hs, zeros = [], torch.zeros_like(ahead[0])
+    for t, x in enumerate(ahead.unbind(0)):
+        u = plus_times(zeros if tap is None else tap[t], h, weight.t(), own)
+        h, c = lstm_step(x, u if bias is None else u + bias, h, c)
+        hs.append(h)
+    return torch.stack(hs), c
+
+
+def gru_stepped(
+    ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor | None = None, *own: Tensor
+) -> Tensor:
+    """``gru_tapped`` by ordinary operations."""
+    hs, zeros = [], torch.zeros_like(ahead[0])
+    for t, x in enumerate(ahead.unbind(0)):
+        u = plus_times(zeros if tap is None else tap[t], h, weight.t(), own)
+        h = gru_step(x, u if bias is None else u + bias, h)
+        hs.append(h)
+    return torch.stack(hs)
+
+
+def plus_times(y: Tensor, h: Tensor, turned: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """Y + W_i h for states [sample, hidden], with the shared weight transposed and ``own`` as for the LSTM."""
+    if not own:
+        return torch.addmm(y, h, turned)
+    states = h.unflatten(0, (own[0].shape[0], -1))  # [unit, view, hidden]
+    if len(own) == 1:
+        return y + torch.bmm(states, own[0].mT).flatten(0, 1)
+    a, b = own
+    shared = torch.addmm(y, h, turned).view(*states.shape[:2], -1)
+    return torch.baddbmm(shared, torch.bmm(states, a.mT), b).flatten(0, 1)
+
+
+def _back(y: Tensor, g: Tensor, weight: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """Y + W_iᵀ g."""
+    return plus_times(y, g, weight, (own[0].mT,) if len(own) == 1 else own[::-1])
 
 
 class _Lstm(torch.autograd.Function):
@@ -44,7 +105,7 @@ class _Lstm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor
+        ctx: Any, ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, *own: Tensor
     ) -> tuple[Tensor, Tensor]:
         size = h.shape[-1]
         h, c, weight = (
@@ -53,7 +114,7 @@ class _Lstm(torch.autograd.Function):
         hs, cs, tanhs, gates = [], [c], [], []
         turned = weight.t()
         for x in (ahead if bias is None else ahead + bias).unbind(0):
-            z = torch.addmm(x, h, turned)
+            z = plus_times(x, h, turned, own)
             z[:, : 2 * size].sigmoid_()
             z[:, 2 * size : 3 * size].tanh_()
             z[:, 3 * size :].sigmoid_()
@@ -65,12 +126,12 @@ class _Lstm(torch.autograd.Function):
             hs.append(h)
             cs.append(c)
             tanhs.append(squashed)
-        ctx.save_for_backward(torch.stack(gates), torch.stack(cs[:-1]), torch.stack(tanhs), weight)
+        ctx.save_for_backward(torch.stack(gates), torch.stack(cs[:-1]), torch.stack(tanhs), weight, *own)
         return torch.stack(hs), c
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gates, before, squashed, weight = ctx.saved_tensors
+        gates, before, squashed, weight, *own = ctx.saved_tensors
         d_hs, dc = gradients
         i, f, g, o = gates.chunk(4, 2)
         through = o * (1 - squashed.square())  # ∂h/∂c
@@ -79,30 +140,36 @@ class _Lstm(torch.autograd.Function):
             [g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2
         )  # [step, sample, 4, hidden]
         found = []
-        dh = torch.zeros_like(d_hs[0])
+        dh = zeros = torch.zeros_like(d_hs[0])
         for t in range(len(gates) - 1, -1, -1):
             dh = dh + d_hs[t]
             dc = torch.addcmul(dc, dh, through[t])
             step = torch.cat([local[t, :, :3] * dc[:, None], (local[t, :, 3] * dh)[:, None]], 1).flatten(1)
             found.append(step)
             dc = dc * f[t]
-            dh = step @ weight
+            dh = _back(zeros, step, weight, own) if own else step @ weight
         out = torch.stack(found[::-1])
-        return out, dh, dc, None, None, out
+        return out, dh, dc, None, None, out, *(None,) * len(own)
 
 
 class _Gru(torch.autograd.Function):
     """h = (1 − z) n + z h, with r, z = σ(·) and n = tanh(ahead_n + r (W h + b)_n)."""
 
     @staticmethod
-    def forward(ctx: Any, ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, ahead: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, *own: Tensor
+    ) -> Tensor:
         size = h.shape[-1]
         first, weight = h.to(ahead.dtype), weight.to(ahead.dtype)
         h, bias = first, None if bias is None else bias.to(ahead.dtype)
+        zeros = ahead.new_zeros(()).expand_as(ahead[0])
         hs, zs, ns, inner = [], [], [], []
         turned = weight.t()
         for x in ahead.unbind(0):
-            u = h @ turned if bias is None else torch.addmm(bias, h, turned)
+            if own:
+                u = plus_times(zeros if bias is None else zeros + bias, h, turned, own)
+            else:
+                u = h @ turned if bias is None else torch.addmm(bias, h, turned)
             rz = (x[:, : 2 * size] + u[:, : 2 * size]).sigmoid_()
             n = torch.addcmul(x[:, 2 * size :], rz[:, :size], u[:, 2 * size :]).tanh_()
             h = torch.lerp(n, h, rz[:, size:])
@@ -111,13 +178,13 @@ class _Gru(torch.autograd.Function):
             ns.append(n)
             inner.append(u[:, 2 * size :])
         states = torch.stack(hs)
-        ctx.save_for_backward(torch.stack(zs), torch.stack(ns), torch.stack(inner), states, first, weight)
+        ctx.save_for_backward(torch.stack(zs), torch.stack(ns), torch.stack(inner), states, first, weight, *own)
         return states
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_hs,) = gradients
-        rz, n, inner, states, first, weight = ctx.saved_tensors
+        rz, n, inner, states, first, weight, *own = ctx.saved_tensors
         r, z = rz.chunk(2, 2)
         before = torch.cat([first[None], states[:-1]])
         at_n = (1 - z) * (1 - n.square())  # ∂h/∂n before its squashing
@@ -130,6 +197,6 @@ class _Gru(torch.autograd.Function):
             part = torch.cat([step[:, :2], (step[:, 2] * r[t])[:, None]], 1).flatten(1)
             found.append(step.flatten(1))
             parts.append(part)
-            dh = torch.addmm(dh * z[t], part, weight)
+            dh = _back(dh * z[t], part, weight, own)
         out, recurrent = torch.stack(found[::-1]), torch.stack(parts[::-1])
-        return out, dh, None, None, recurrent
+        return out, dh, None, None, recurrent, *(None,) * len(own)

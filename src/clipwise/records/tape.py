@@ -9,6 +9,7 @@ output, or the per-sample gradient itself where writing it out at once is cheape
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner
+from clipwise.records.displacement import Own, cut, dual_dense
 from clipwise.records.kinds import Dense, Indexed, Record
 
 
@@ -44,6 +46,7 @@ class Source:
     names: frozenset[str]
     flipped: bool = False  # known to be the transpose of a parameter, which a product can undo
     lookup: Lookup | None = None  # known to be rows of a table, at positions that no sample chooses
+    own: Own | None = None  # in a displaced pass: what each unit has in its place; of a transpose, not transposed
 
     @property
     def name(self) -> str | None:
@@ -107,17 +110,24 @@ class Tape:
     """The taps of one forward pass, and what their gradients become."""
 
     samples: int
+    owns: Mapping[str, Own] = field(default_factory=dict)  # of displaced parameters, by name
+    dual: bool = False  # the pass carries forward-mode derivatives, which only ordinary operations pass on
     leaves: list[Tensor] = field(default_factory=list)
     wants: list[tuple[Source, Callable[[Tensor], Record]]] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], wants: Sequence[Want]) -> Tensor:
         """The output with taps attached; ``inputs`` are what the rules read."""
+        detached = [cut(t) for t in inputs]
+        if self.dual:
+            zero = output.new_zeros(()).expand_as(output).requires_grad_()
+            for want in wants:
+                self.leaf(zero, want.source, lambda b, want=want: want.finish(want.rule(b, *detached)))  # type: ignore[misc]
+            return output + zero
         taps = [output.new_zeros((), dtype=w.dtype).expand(tuple(w.shape)).requires_grad_() for w in wants]
         for tap, want in zip(taps, wants, strict=True):
             self.leaf(tap, want.source, want.finish)
         rules = tuple(w.rule for w in wants)
-        detached = [t.detach() for t in inputs]
         tapped: Tensor = _Tap.apply(output, rules, len(inputs), *detached, *taps)  # type: ignore[no-untyped-call]
         return tapped
 
@@ -126,6 +136,10 @@ class Tape:
         self.leaves.append(tensor)
         self.wants.append((source, finish))
         return tensor
+
+    def writes(self, form: planner.Form, source: Source) -> bool:
+        """Whether a product's gradient is written out at once; with derivatives the pair is kept, being bilinear."""
+        return not self.dual and (form.name == "written" or source.name is None)
 
     def site(
         self, sources: Sequence[Source], operation: str, form: planner.Form | None, fallback: bool = False
@@ -139,12 +153,14 @@ class Tape:
         records: dict[str, list[Record]] = {}
         if not self.leaves or not losses.requires_grad:
             return records
-        gradients = torch.autograd.grad(losses.sum(), self.leaves, allow_unused=True)
+        gradients = torch.autograd.grad(losses.sum(), self.leaves, allow_unused=True, create_graph=self.dual)
         for (source, finish), gradient in zip(self.wants, gradients, strict=True):
             if gradient is None:
                 continue
             for name, record in self._through(source, finish(gradient), parameters):
                 records.setdefault(name, []).append(record)
+        self.leaves.clear()  # what finishes a record may know the tape: a circle would keep activations alive
+        self.wants.clear()
         return records
 
     def _through(
@@ -155,20 +171,38 @@ class Tape:
             yield source.name, record
             return
         names = sorted(source.names)
+        dense = dual_dense(record) if self.dual else record.dense()
         if source.lookup is not None:
-            yield names[0], _looked_up(source.lookup, record.dense(), parameters[names[0]].shape)
+            yield names[0], _looked_up(source.lookup, dense, parameters[names[0]].shape)
             return
-        pulled = torch.autograd.grad(
-            source.tensor,
-            [parameters[name] for name in names],
-            record.dense().to(source.tensor.dtype),
-            retain_graph=True,
-            is_grads_batched=True,
-            allow_unused=True,
+        pulled = (
+            self._pulled_by_unit(source.own, names, dense)
+            if source.own is not None
+            else torch.autograd.grad(
+                source.tensor,
+                [parameters[name] for name in names],
+                dense.to(source.tensor.dtype),
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,
+            )
         )
         for name, value in zip(names, pulled, strict=True):
             if value is not None:
                 yield name, Dense(value)
+
+    def _pulled_by_unit(self, own: Own, names: Sequence[str], gradient: Tensor) -> Iterator[Tensor | None]:
+        """v_i = J_iᵀ V_i at each unit's own parameters: units do not touch each other, so one pull serves them all."""
+        leaves = [self.owns[name].value for name in names]
+        pull = functools.partial(
+            torch.autograd.grad, own.value, leaves, retain_graph=True, create_graph=self.dual, allow_unused=True
+        )
+        gradient = gradient.to(own.value.dtype)
+        if own.views == 1:
+            yield from pull(gradient)
+            return
+        for value in pull(gradient.unflatten(0, (-1, own.views)).movedim(1, 0), is_grads_batched=True):
+            yield None if value is None else value.movedim(0, 1).flatten(0, 1)
 
 
 def _looked_up(lookup: Lookup, b: Tensor, table: torch.Size) -> Record:
@@ -183,6 +217,17 @@ def by_sample(tensor: Tensor, rows: Rows, samples: int) -> Tensor:
     """[sample, …]: the sample dimension first; several entries of one sample follow in a dimension of their own."""
     moved = tensor.movedim(rows.dim, 0)
     return moved if rows.factor == 1 else moved.reshape(samples, rows.factor, *moved.shape[1:])
+
+
+def by_unit(tensor: Tensor, rows: Rows, units: int) -> Tensor:
+    """[unit, position, feature]: everything that belongs to a unit, whose samples follow each other."""
+    return tensor.movedim(rows.dim, 0).reshape(units, -1, tensor.shape[-1])
+
+
+def from_units(tensor: Tensor, rows: Rows, like: Sequence[int]) -> Tensor:
+    """The inverse: of shape ``like``, whose last size may be another."""
+    sizes = [*like[: rows.dim], *like[rows.dim + 1 : -1], tensor.shape[-1]]
+    return tensor.reshape(like[rows.dim], *sizes).movedim(0, rows.dim)
 
 
 def tensors(*trees: object) -> Iterator[Tensor]:
@@ -205,4 +250,43 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, dict):
         return {key: mapped(value, function) for key, value in tree.items()}
+    return tree
+
+
+def vmapped(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    place: Callable[[Tensor], tuple[Tensor, int | None]],
+    randomness: str,
+) -> Any:
+    """A call mapped over its tensors: ``place`` says for each what to map and along which dimension."""
+    flat, dims = list[Tensor](), list[int | None]()
+
+    def take(argument: Tensor) -> _Place:
+        value, dim = place(argument)
+        flat.append(value)
+        dims.append(dim)
+        return _Place(len(flat) - 1)
+
+    places = mapped((args, kwargs), take)
+
+    def single(*values: Tensor) -> Any:
+        own_args, own_kwargs = _filled(places, values)
+        return function(*own_args, **own_kwargs)
+
+    return torch.vmap(single, in_dims=tuple(dims), randomness=randomness)(*flat)
+
+
+class _Place(int):
+    """The index of a tensor that was taken out of an argument tree."""
+
+
+def _filled(tree: Any, values: Sequence[Tensor]) -> Any:
+    if isinstance(tree, _Place):
+        return values[tree]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_filled(part, values) for part in tree)
+    if isinstance(tree, dict):
+        return {key: _filled(value, values) for key, value in tree.items()}
     return tree

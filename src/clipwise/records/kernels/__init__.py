@@ -4,6 +4,7 @@ Receives: layer inputs and output gradients on any device; Triton where it is in
 Gives: torch operators that compilers see as one node; without Triton the same operators, slower.
 """
 
-from clipwise.records.kernels.convolution import convolution_sq_norm
+from clipwise.records.kernels.convolution import convolution_dense, convolution_sq_norm, convolution_total
+from clipwise.records.kernels.gram import gram_sq_norm
 
-__all__ = ["convolution_sq_norm"]
+__all__ = ["convolution_dense", "convolution_sq_norm", "convolution_total", "gram_sq_norm"]

@@ -1,0 +1,116 @@
+"""DiceSGD's privacy: bounds that are proved (docs/dicesgd.md), in the place of the paper's theorem, which is false.
+
+Receives: both clip norms, what is remembered, the sampling rate, δ, and either a noise multiplier or a target ε.
+Gives: Plan: which samples a step draws from, the event that it records, epsilon and calibrate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from clipwise.accounting.calibration import least_noise
+from clipwise.accounting.events import spent
+from clipwise.types import (
+    BlockGaussian,
+    Event,
+    InputError,
+    MemoryGaussian,
+    PoissonGaussian,
+    fraction,
+    one_of,
+    positive,
+    whole,
+)
+
+MEMORIES = ("full", "none", "blocks", "bounded")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run of DiceSGD samples and what it costs.
+
+    C1 = ``clip_norm`` bounds a sample's term, c2 = ``feedback_norm`` the feedback, both on the scale of the sum: c2 is
+    the expected batch times the paper's C2. Noise of standard deviation σ = noise multiplier · ``sensitivity`` is added
+    to V = Σ clip(g_i, C1) + clip(E, c2). ``sampling_rate`` q is the expected batch over the number of samples.
+
+    ``memory``: "full" is the paper's algorithm (S1), and "none" keeps only the last step's residual (S2); both draw
+    from all samples at rate q. "blocks" (S3) begins every ``groups`` steps with E = 0, and "bounded" (S4) clips what is
+    left of E to c2; both draw, in the t-th step of a block, from the t-th group alone, at rate ``groups`` · q. A
+    sample's group is its own number modulo ``groups``, whoever else is there.
+    """
+
+    memory: str
+    clip_norm: float
+    feedback_norm: float
+    sampling_rate: float
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what the proofs do not cover."""
+        one_of("memory", self.memory, MEMORIES)
+        positive("clip_norm", self.clip_norm)
+        positive("feedback_norm", self.feedback_norm)
+        fraction("sampling_rate", self.sampling_rate)
+        if self.memory in ("full", "none") and self.groups != 1:
+            raise InputError(f"memory {self.memory!r} draws from all samples: expected groups=1, got {self.groups!r}")
+        if whole("groups", self.groups) * self.sampling_rate > 1 + 1e-9:
+            raise InputError(
+                f"groups={self.groups} would draw at a rate of {self.groups * self.sampling_rate:.4g}, above 1: write "
+                f"groups={math.floor(1 / self.sampling_rate + 1e-9)} at most, or a smaller batch"
+            )
+
+    @property
+    def sensitivity(self) -> float:
+        """What noise multipliers are over: how far one draw of one sample moves all that its event pays for."""
+        c1, c2 = self.clip_norm, self.feedback_norm
+        if self.memory == "full":
+            return c1  # the memory stands in the event
+        if self.memory == "none":
+            return c1 + 2 * c2
+        if self.memory == "blocks":
+            return math.sqrt(c1**2 + 4 * (self.groups - 1) * c2**2)
+        return math.sqrt(c1**2 + 4 * c1 * c2 + 8 * c2**2)
+
+    @property
+    def step_rate(self) -> float:
+        """The rate at which a step draws from its group."""
+        return min(1.0, self.groups * self.sampling_rate)
+
+    def event(self, noise_multiplier: float, place: int = 0) -> Event:
+        """What a step records that is the ``place``-th of its block; 0 begins a block."""
+        if self.memory == "full":
+            return MemoryGaussian(noise_multiplier, self.sampling_rate, 2 * self.feedback_norm / self.clip_norm)
+        if self.memory == "none":
+            return PoissonGaussian(noise_multiplier, self.sampling_rate)
+        rate = self.step_rate if self.memory == "blocks" else 1.0  # S4 has no amplification
+        return BlockGaussian(noise_multiplier, rate, whole("place", place, least=0) % self.groups == 0)
+
+    def entries(self, noise_multiplier: float, steps: int) -> list[tuple[Event, int]]:
+        """What a run of so many steps records."""
+        begun = math.ceil(whole("steps", steps) / self.groups)
+        found = [(self.event(noise_multiplier), begun), (self.event(noise_multiplier, 1), steps - begun)]
+        return [entry for entry in found if entry[1]]
+
+    def epsilon(self, *, noise_multiplier: float, delta: float, steps: int, accountant: str = "pld") -> float:
+        """An upper bound on the ε of so many steps, under adding or removing one sample."""
+        return spent(self.entries(noise_multiplier, steps), delta, accountant)
+
+    def calibrate(self, *, epsilon: float, delta: float, steps: int, accountant: str = "pld") -> float:
+        """The least noise multiplier, to within 1e-3 of itself, at which so many steps cost at most ``epsilon``."""
+        whole("steps", steps)
+        return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant)
+
+
+def claimed_epsilon_unsound(
+    *, sigma: float, delta: float, sampling_rate: float, steps: int, clip_norm: float, feedback_norm: float
+) -> float:
+    """The ε that Theorem 3.8 of the paper claims. It is FALSE: an attack shows several times as much.
+
+    σ₁² = 32 T (C1² + 2 C²) ln(1/δ)/(N² ε²), with C = B·C2 and σ = B·σ₁, solved for ε. It is here to be compared with;
+    nothing in this package uses it. ``sigma`` is the standard deviation of the sum's noise.
+    """
+    squares = positive("clip_norm", clip_norm) ** 2 + 2 * positive("feedback_norm", feedback_norm) ** 2
+    log = math.log(1 / fraction("delta", delta, open_end=True))
+    rate = fraction("sampling_rate", sampling_rate)
+    return rate * math.sqrt(32 * whole("steps", steps) * squares * log) / positive("sigma", sigma)

@@ -1,0 +1,99 @@
+"""The engine that a method's probe sees: gradients of a chunk's samples, at the points that it asks for.
+
+Receives: a capture (model and loss), what is public (earlier iterates, the last release, public inputs), and a seed.
+Gives: Here, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from clipwise.data.views import draws, views
+from clipwise.records import Capture, SampleGradients, ascent, batch_size, swapped, trainable
+from clipwise.records.tape import mapped, tensors
+from clipwise.types import Batch, Gradient, InputError
+
+# (rows, count, generator) → count views of each row, a row's views together
+Views: TypeAlias = Callable[[Batch, int, torch.Generator], Batch]
+
+
+@dataclass(frozen=True)
+class Here:
+    """An engine for one chunk of one step; views and companions follow its seed, so asking again repeats them."""
+
+    capture: Capture
+    keys: Tensor  # the rows' samples: what is drawn for one depends on its number and the seed alone
+    seed: int = 0
+    past: tuple[Gradient, ...] = ()
+    released: Gradient | None = None
+    own_views: Views | None = None
+    public: Tensor | None = None
+    fast: Callable[[Batch], SampleGradients] | None = None  # a compiled capture, for gradients at θ itself
+    point: Gradient | None = None  # None: the model's own parameters
+    along: SampleGradients | None = None
+    radius: float = 0.0
+    mode: Literal["plain", "displaced", "curved"] = "plain"
+
+    @property
+    def parameters(self) -> Gradient:
+        """θ_t, or the point that ``at`` gave."""
+        return {n: p.detach() for n, p in trainable(self.capture.model).items()} if self.point is None else self.point
+
+    def gradients(self, rows: Batch) -> SampleGradients:
+        """One forward and one backward pass here."""
+        point = self.point and {name: p.detach().requires_grad_() for name, p in self.point.items()}
+        with nullcontext() if point is None else swapped(self.capture.model, point):
+            if self.along is None:
+                return self.capture(rows) if self.fast is None or point is not None else self.fast(rows)
+            if self.mode == "curved":
+                return ascent.curvature(self.capture, rows, self.along)
+            return ascent.displaced(self.capture, rows, self.along, self.radius)
+
+    def at(self, parameters: Gradient) -> Here:
+        """The same at another point, made of released values only."""
+        return replace(self, point=parameters)
+
+    def displaced(self, along: SampleGradients, radius: float) -> Here:
+        """The same at θ + radius · v_i/‖v_i‖."""
+        if self.along is not None:
+            raise InputError("a displacement of a displacement has no fast form; write bam(…) only once in a method")
+        return replace(self, along=along, radius=radius, mode="displaced")
+
+    def curved(self, along: SampleGradients) -> Here:
+        """H_i v_i in the place of gradients."""
+        if self.along is not None:
+            raise InputError("curvature at a displaced point has no fast form; write bam(…) only once in a method")
+        return replace(self, along=along, mode="curved")
+
+    def views(self, rows: Batch, count: int, augment: str) -> Batch:
+        """``count`` views of each row, a row's views together; of the batch's first tensor, the others are repeated."""
+        if augment == "own":
+            if self.own_views is None:
+                raise InputError("augment='own' needs your function of views; write make_private(…, views=function)")
+            return self.own_views(rows, count, torch.Generator(next(tensors(rows)).device).manual_seed(self.seed))
+        first, keys = next(tensors(rows)), self._keys(batch_size(rows))
+        return mapped(
+            rows,
+            lambda t: views(t, count, self.seed, augment, keys) if t is first else t.repeat_interleave(count, 0),
+        )
+
+    def companions(self, rows: Batch, count: int) -> Batch:
+        """Inputs [row, 1 + count, …]: each followed by random public ones."""
+        if self.public is None:
+            raise InputError("batch_clipping needs public inputs; write make_private(…, public=inputs)")
+        first, size = next(tensors(rows)), batch_size(rows)
+        if self.public.shape[1:] != first.shape[1:]:
+            raise InputError(f"public inputs must be {list(first.shape[1:])} each, got {list(self.public.shape[1:])}")
+        chosen = draws(self._keys(size).to(first.device), count, self.seed) % len(self.public)  # [row, companion]
+        beside = self.public.to(first.device)[chosen]
+        return mapped(rows, lambda t: torch.cat([t[:, None], beside], 1) if t is first else t)
+
+    def _keys(self, rows: int) -> Tensor:
+        """A key for each row, also where rows are several views of each sample."""
+        return self.keys if len(self.keys) == rows else self.keys.repeat_interleave(rows // len(self.keys))

@@ -1,0 +1,38 @@
+"""DiceSGD: what clipping cut off is fed back, clipped, into later steps (paper 1).
+
+Receives: a base method (C1), the feedback's threshold C2, and what is remembered.
+Gives: a Method with private state. The paper's privacy theorem is false: the noise follows the bounds of
+``clipwise.accounting.dice`` instead, which are proved (docs/dicesgd.md).
+"""
+
+from __future__ import annotations
+
+from clipwise.methods.citations import ZHANG_2024_DICE
+from clipwise.methods.flat import flat
+from clipwise.methods.method import Feedback, Memory, Method, wrapped
+from clipwise.types import InputError, at_least_zero, one_of, whole
+
+
+def dice(
+    base: Method | None = None,
+    feedback_norm: float = 0.01,
+    memory: Memory = "full",
+    blocks: int = 10,
+    automatic: bool = False,
+) -> Method:
+    """V = Σ w_i g_i + clip(E, B·C2) is released; then E ← E − clip(E, B·C2) + Σ (1 − w_i) g_i.
+
+    ``memory``: "full" is the paper's; "none" keeps the last step's residual only; "blocks" forgets every ``blocks``
+    steps; "bounded" keeps E within B·C2 before the residual is added. In these two, each of ``blocks`` steps draws from
+    a group of its own, so that a sample takes part once in so many steps.
+    With an Adam optimizer this is Algorithm 3; ``automatic`` with ``normalised`` is Algorithm 4.
+    """
+    inner = flat() if base is None else base
+    feedback_norm = at_least_zero("feedback_norm", feedback_norm)
+    one_of("memory", memory, ("full", "none", "blocks", "bounded"))
+    blocks = whole("blocks", blocks)
+    if isinstance(inner, Method) and (inner.split or inner.count or inner.after or inner.recall or inner.unit > 1):
+        raise InputError(f"dice takes a method with one fixed bound such as flat(1.0), got {inner}")
+    feedback = Feedback(feedback_norm, memory, blocks, automatic) if feedback_norm else None  # C2 = 0: the base
+    settings = {"feedback_norm": feedback_norm, "memory": memory, "blocks": blocks, "automatic": automatic}
+    return wrapped(inner, dice, settings, citation=ZHANG_2024_DICE, feedback=feedback)

@@ -1,0 +1,39 @@
+"""DiSK: a simplified Kalman filter of gradients, whose prediction step is taken per sample (Zhang et al. 2025).
+
+Receives: a base method, the filter's gain κ and the look-ahead γ.
+Gives: a Method with the base's weights and bound: points and directions are released ones. Its other half is the
+filter itself, m ← (1 − κ) m + κ G̃: ``post="average(gain=κ)"``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clipwise.methods.citations import ZHANG_2024_DISK
+from clipwise.methods.flat import flat
+from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.types import Batch, fraction, positive
+
+if TYPE_CHECKING:
+    from clipwise.records import SampleGradients
+
+
+def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> Method:
+    """v_i = c ∇f(θ + γ d; x_i) + (1 − c) ∇f(θ; x_i) with d = θ_t − θ_{t−1} and c = (1 − κ)/(κ γ), then weigh.
+
+    The combination is made before clipping, so that one bound holds for it. At κ = 1, and in the first step, it is the
+    base's gradient.
+    """
+    inner = flat() if base is None else base
+    gain, ahead = fraction("gain", gain), positive("ahead", ahead)
+    c = (1 - gain) / (gain * ahead)
+
+    def probe(engine: Engine, rows: Batch) -> SampleGradients:
+        here = inner.gradients(engine, rows)
+        if c == 0 or not engine.past:
+            return here
+        further = {name: p + ahead * (p - engine.past[0][name]) for name, p in engine.parameters.items()}
+        return c * inner.gradients(engine.at(further), rows) + (1 - c) * here
+
+    past = max(1, inner.past if isinstance(inner, Method) else 0)
+    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2024_DISK, probe=probe, past=past)

@@ -1,0 +1,37 @@
+"""Inner momentum: a sample's gradients at the last iterates, averaged before they are weighed (paper 0, Algorithm 2).
+
+Receives: a base method, how many earlier iterates K0, and the decay γ0.
+Gives: a Method with the base's weights and bound, since earlier iterates are released.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clipwise.methods.citations import XIAO_2023
+from clipwise.methods.flat import flat
+from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.types import Batch, fraction, whole
+
+if TYPE_CHECKING:
+    from clipwise.records import SampleGradients
+
+
+def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 0.3) -> Method:
+    """v_i = Σ_{l=0..K0} γ0^l ∇f(θ_{t−l}; x_i) / Σ γ0^l (eq. 13, divided so that norms keep their scale).
+
+    The sum is shorter in the first steps. Views of a sample are the same at every iterate.
+    """
+    inner = flat() if base is None else base
+    horizon, decay = whole("horizon", horizon, least=0), fraction("decay", decay)
+
+    def probe(engine: Engine, rows: Batch) -> SampleGradients:
+        found, total = inner.gradients(engine, rows), 1.0
+        for power, iterate in enumerate(engine.past[:horizon], start=1):
+            found = found + decay**power * inner.gradients(engine.at(iterate), rows)
+            total += decay**power
+        return found if total == 1.0 else (1 / total) * found
+
+    settings = {"horizon": horizon, "decay": decay}
+    past = max(horizon, inner.past if isinstance(inner, Method) else 0)
+    return wrapped(inner, inner_momentum, settings, citation=XIAO_2023, probe=probe, past=past)

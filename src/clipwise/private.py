@@ -1,0 +1,508 @@
+"""A model under private training, for a loop of your own: sampling → step → release → ledger → optimizer.
+
+Receives: a model, a loss that gives one value per sample, data, a method and a privacy budget.
+Gives: ``make_private``, which checks everything and gives Private: its batches, its steps, its ε.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from clipwise import methods, postprocess
+from clipwise.accounting import Ledger, calibrate
+from clipwise.accounting.dice import Plan as DicePlan
+from clipwise.accounting.events import ACCOUNTANTS
+from clipwise.data import RowDataset, as_dataset
+from clipwise.engine import Here, Views
+from clipwise.methods import Method
+from clipwise.noise import release
+from clipwise.postprocess import Post, identity
+from clipwise.randomness import SecureStream, SeededStream, Stream
+from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, written
+from clipwise.records.checks import refuse_modules, self_test
+from clipwise.records.compiled import CompiledCapture
+from clipwise.records.tape import mapped
+from clipwise.report import Statement
+from clipwise.sampling import chunks, poisson, units
+from clipwise.step import Observed, fed_back, private_sum, zeros
+from clipwise.types import (
+    Batch,
+    Event,
+    Gradient,
+    InputError,
+    Part,
+    PoissonGaussian,
+    PrivateSum,
+    Refused,
+    fraction,
+    one_of,
+    positive,
+    whole,
+)
+
+CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The usual loss of a classifier for batches (inputs, labels): one value per sample."""
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """The usual loss of a model with one output for batches (inputs, numbers): one value per sample."""
+    inputs, targets = batch
+    return (model(inputs).squeeze(-1) - targets).square()
+
+
+@dataclass(frozen=True)
+class PublicState:
+    """What later steps may look at: made of released values only."""
+
+    past: tuple[Gradient, ...] = ()  # θ_{t−1}, θ_{t−2}, …
+    released: Gradient | None = None  # the last release, over the expected number of units
+    post: Any = None  # the post-processing's own
+
+
+Remembered = tuple[Tensor, Gradient]  # samples, and one momentum for each
+
+
+@dataclass(frozen=True)
+class PoissonBatch:
+    """The samples of one step, to be read in chunks; ``Private.step`` takes each one once, in order."""
+
+    step: int
+    indices: Tensor
+    stream: Stream = field(repr=False)
+
+    def __len__(self) -> int:
+        """How many samples were drawn. Not private."""
+        return len(self.indices)
+
+
+class Private:
+    """A model under private training: draws batches, makes steps, keeps the ledger.
+
+    Guarantees: every step is recorded in the ledger before the optimizer sees its gradient; the sampling rate, the
+    noise multiplier and the number of steps are fixed at the start.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        data: RowDataset,
+        *,
+        loss: Loss,
+        method: Method,
+        noise_multiplier: float,
+        delta: float,
+        steps: int,
+        expected_batch: float,
+        chunk: int,
+        stream: Stream,
+        ledger: Ledger,
+        accountant: str,
+        self_tested: bool,
+        compile: bool,
+        post: Post,
+        views: Views | None,
+        public: Tensor | None,
+    ) -> None:
+        """Use ``make_private``, which checks and fills in what is missing."""
+        self.model, self.optimizer, self.data = model, optimizer, data
+        self.method, self.ledger = method, ledger
+        self.steps, self.steps_taken = steps, 0
+        self.delta, self.accountant = delta, accountant
+        self.expected_batch = expected_batch
+        self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
+        self.dice = dice_plan(method, expected_batch, len(data))
+        self._begun = 0  # the step that began the first block of a memory in blocks
+        self.observed: Observed | None = None  # of the last step; not private
+        self.fallbacks: tuple[str, ...] = ()
+        self._plain = Capture(model, loss)
+        self._fast: CompiledCapture | None = None
+        if compile:
+            groups = [block.names for block in method.blocks(tuple(trainable(model)))]
+            self._fast = CompiledCapture(model, loss, chunk, groups)
+        self._chunk, self._stream, self._self_tested = chunk, stream, self_tested
+        self._post, self._views, self._public = post, views, public
+        self.state = PublicState()
+        # What clipping cut off, or one momentum per sample. Private: never released, and not part of the checkpoint.
+        self.hidden: Gradient | None = None
+        self._drawn: PoissonBatch | None = None
+        self._first, self._stepping = str(method), False
+        _guard(optimizer, self)
+
+    def batches(self) -> Iterator[PoissonBatch]:
+        """The batches of all steps that are left; give each to ``step`` before asking for the next."""
+        while self.steps_taken < self.steps:
+            if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
+                stream = self._stream.at(self.steps_taken)
+                self._drawn = PoissonBatch(self.steps_taken, self._sampled(stream), stream)
+            yield self._drawn
+            if self._drawn is not None:
+                raise InputError("the last batch was not used; write private.step(batch) for every batch")
+
+    def step(self, batch: PoissonBatch) -> None:
+        """One private update of the model from one Poisson batch."""
+        if not isinstance(batch, PoissonBatch) or batch is not self._drawn:
+            raise Refused(
+                "step takes each batch of private.batches() once, in order: other batches are not Poisson samples, "
+                "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
+            )
+        parameters = trainable(self.model)
+        refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
+        self._refuse_gradients(parameters)
+        method, feedback = self.method, self.method.feedback
+        residual = zeros(parameters) if feedback is not None else None
+        remembered: list[Remembered] = []
+        private, self.observed = private_sum(method, parameters, self._gradients(batch, remembered), residual)
+        following = self._recalled(remembered)
+        event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
+        if feedback is not None and residual is not None and self.dice is not None:
+            plan, place = self.dice, self._place(self.dice)
+            error = zeros(parameters) if self.hidden is None else self.hidden
+            sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
+            (part,) = private.parts
+            value = {name: part.value[name] + sent[name] for name in sent}
+            memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
+            private = PrivateSum((Part(value, plan.sensitivity, part.share),), memory)
+            event = plan.event(self.noise_multiplier, place)
+        self._drawn = None
+        released = release(private, event, batch.stream)
+        self.ledger.record(released.event)  # before anything uses what was released
+        self.hidden = following
+        # the expected number of units is a public constant; the realised one is not
+        units = self.expected_batch / method.unit
+        mean = {name: value / units for name, value in released.gradient.items()}
+        noise = {name: value / units for name, value in released.deviation.items()}
+        past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
+        filtered, update = self._post.apply(self.state.post, mean, noise)
+        self.state = PublicState(past, mean, filtered)
+        for name, parameter in parameters.items():
+            parameter.grad = update[name].to(parameter.dtype)
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+        self.optimizer.zero_grad(set_to_none=True)
+        self.method = self.method.next(released, self.expected_batch)
+        self.steps_taken += 1
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What may not change when a run is resumed, since one statement speaks for all of it."""
+        return {
+            "noise_multiplier": self.noise_multiplier,
+            "sampling_rate": self.sampling_rate,
+            "generator": self._stream.name,
+        }
+
+    def refuse_other_steps(self) -> None:
+        """Refuse a step of the optimizer that is not this run's own: no statement would cover it."""
+        if not self._stepping:
+            raise Refused(
+                "this optimizer belongs to a private run, and a step of its own would use gradients without noise; "
+                "write private.step(batch) instead of loss.backward() and optimizer.step()"
+            )
+
+    def epsilon(self) -> float:
+        """ε spent so far, at the run's δ."""
+        return self.ledger.epsilon(self.delta, self.accountant)
+
+    def statement(self) -> Statement:
+        """What has been guaranteed so far, and how."""
+        return Statement.of(
+            self.ledger,
+            delta=self.delta,
+            accountant=self.accountant,
+            sampling_rate=self.sampling_rate,
+            expected_batch=self.expected_batch,
+            noise_multiplier=self.noise_multiplier,
+            generator=self._stream.name,
+            method=self._first,
+            self_tested=self._self_tested,
+            fallbacks=self.fallbacks,
+        )
+
+    def _sampled(self, stream: Stream) -> Tensor:
+        plan = self.dice
+        if plan is None or plan.groups == 1:
+            return poisson(len(self.data), self.sampling_rate, stream)
+        # samples belong to groups by their own number, whoever else is there
+        group = torch.arange(self._place(plan), len(self.data), plan.groups)
+        return group[poisson(len(group), plan.step_rate, stream)] if len(group) else group
+
+    def _place(self, plan: DicePlan) -> int:
+        return (self.steps_taken - self._begun) % plan.groups
+
+    def resumed(self, step: int, method: Method, state: PublicState, hidden: Gradient | None) -> None:
+        """Go on from a checkpoint.
+
+        A block may hold a sample once. What was done of it since the checkpoint is unknown, so a new one begins.
+        """
+        self.steps_taken, self.method, self.state = step, method, state
+        self._begun = step
+        self.hidden = None if self.dice is not None and self.dice.groups > 1 else hidden
+
+    def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
+        """v_i chunk by chunk; units of several samples come whole."""
+        method, size = self.method, max(1, self._chunk // self.method.rows)
+        # one seed for the step: a sample's views and companions are its own, whatever the chunks
+        seed = int(batch.stream.uniform(1).item() * 2**53) if method.rows > 1 else 0
+        if method.unit == 1:
+            for piece in chunks(batch.indices, size):
+                gradients = method.gradients(self.engine(piece, seed), self.rows(piece))
+                if method.recall is not None:
+                    gradients = self._averaged(gradients, piece, method.recall, remembered)
+                yield self._noted(gradients)
+            return
+        for padded, keep in units(batch.indices, round(self.expected_batch / method.unit), size, batch.stream):
+            samples = method.gradients(self.engine(padded.flatten(), seed), self.rows(padded.flatten()))
+            keep = keep.flatten().to(next(iter(samples.like.values())).device)
+            # the group's expected size, a public constant, in the place of its own
+            yield self._noted((1 / method.unit) * samples.masked(keep).merged(padded.shape[1]))
+
+    def rows(self, piece: Tensor) -> Batch:
+        """The data of these samples, on the model's device."""
+        device = next(iter(trainable(self.model).values())).device
+        rows = mapped(self.data.rows(piece), lambda t: t.to(device))
+        if batch_size(rows) != len(piece):
+            raise Refused(
+                f"expected one row per sample, got {batch_size(rows)} rows for {len(piece)} samples: a sample "
+                "in several rows has that many times the sensitivity; give each sample one row"
+            )
+        return rows
+
+    def engine(self, samples: Tensor, seed: int) -> Here:
+        """Where a method's probe looks from, for these samples in this step."""
+        state = self.state
+        return Here(
+            self._plain,
+            samples,
+            seed,
+            state.past,
+            state.released,
+            own_views=self._views,
+            public=self._public,
+            fast=self._fast,
+        )
+
+    def _noted(self, gradients: SampleGradients) -> SampleGradients:
+        self.fallbacks = gradients.fallbacks or self.fallbacks
+        return gradients
+
+    def _parameters(self) -> Gradient:
+        return {name: p.detach().clone() for name, p in trainable(self.model).items()}
+
+    def _averaged(
+        self, gradients: SampleGradients, piece: Tensor, rate: float, remembered: list[Remembered]
+    ) -> SampleGradients:
+        """m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7)."""
+        now = gradients.materialise()
+        if self.hidden is not None:
+            now = {name: rate * g + (1 - rate) * self.hidden[name][piece.to(g.device)] for name, g in now.items()}
+        # a sample that is not finite begins again: it must not carry that on
+        remembered.append((piece, {name: torch.nan_to_num(g, 0.0, 0.0, 0.0) for name, g in now.items()}))
+        return written(now, gradients.like)
+
+    def _recalled(self, remembered: list[Remembered]) -> Gradient | None:
+        if not remembered:
+            return self.hidden
+        order = torch.cat([piece for piece, _ in remembered]).argsort()
+        return {name: torch.cat([part[name] for _, part in remembered])[order] for name in remembered[0][1]}
+
+    def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+        groups = (group["params"] for group in self.optimizer.param_groups)  # frozen ones too
+        held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
+        left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
+        if left:
+            raise Refused(
+                f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
+                "remove loss.backward(), or write optimizer.zero_grad() before the step"
+            )
+
+
+# optimizer → the hook that keeps it to its private run; a later run of the same optimizer takes its place
+_GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def _guard(optimizer: Optimizer, private: Private) -> None:
+    if optimizer in _GUARDS:
+        _GUARDS[optimizer].remove()
+    _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data: Any,
+    *,
+    loss: Loss = cross_entropy,
+    method: Method | str | None = None,
+    epsilon: float | None = None,
+    delta: float = 1e-5,
+    noise_multiplier: float | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch: int = 256,
+    chunk: int | None = None,
+    noise: str | int = "secure",
+    accountant: str = "pld",
+    self_test: bool = True,
+    compile: bool = False,
+    post: Post | str | None = None,
+    views: Views | None = None,
+    public: Tensor | None = None,
+    collate: Callable[[list[Any]], Batch] | None = None,
+    ledger: Ledger | None = None,
+) -> Private:
+    """Private training for a loop of your own.
+
+    Say how private by ``epsilon`` and ``delta`` (the noise is calibrated) or by ``noise_multiplier``; how long by
+    ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time;
+    ``noise="secure"`` draws from the operating system's entropy; a seed is for tests, and the statement names it.
+    ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
+    ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
+    are what self_augmentation(augment="own") and batch_clipping ask for.
+    """
+    if isinstance(loss, nn.Module) or not callable(loss):
+        raise InputError(
+            f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
+            "for instance clipwise.cross_entropy"
+        )
+    dataset = as_dataset(data, collate)
+    rows = len(dataset)
+    if whole("batch", batch) > rows:
+        raise InputError(
+            f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
+        )
+    rate = batch / rows
+    if fraction("delta", delta, open_end=True) >= 1 / rows:
+        warnings.warn(
+            f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
+            stacklevel=2,
+        )
+    if (epochs is None) == (steps is None):
+        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
+    count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
+    if (epsilon is None) == (noise_multiplier is None):
+        raise InputError(
+            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
+        )
+    chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
+    if not isinstance(chosen, Method):
+        raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
+    if chosen.companions and public is None:
+        raise InputError(f"{chosen.name} needs public inputs, got none; write public=a tensor of them")
+    if chosen.recall is not None and batch < rows:
+        raise InputError(
+            f"{chosen.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
+            f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
+        )
+    one_of("accountant", accountant, ACCOUNTANTS)
+    parameters = trainable(model)
+    chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
+    _check_optimizer(optimizer, parameters)
+    stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
+    sigma = (
+        positive("noise_multiplier", noise_multiplier)
+        if noise_multiplier is not None
+        else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant)
+    )
+    refuse_modules(model)
+    private = Private(
+        model,
+        optimizer,
+        dataset,
+        loss=loss,
+        method=chosen,
+        noise_multiplier=sigma,
+        delta=delta,
+        steps=count,
+        expected_batch=float(batch),
+        chunk=whole("chunk", _chunk(batch, rows, compile) if chunk is None else chunk),
+        stream=stream,
+        ledger=Ledger() if ledger is None else ledger,
+        accountant=accountant,
+        self_tested=self_test,
+        compile=compile,
+        post=postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post,
+        views=views,
+        public=public,
+    )
+    if self_test:
+        _self_test(private, loss)
+    return private
+
+
+def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan | None:
+    """How a method with feedback samples and what its steps cost; None for every other method."""
+    feedback = method.feedback
+    if feedback is None:
+        return None
+    groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
+    rate = expected_batch / samples
+    return DicePlan(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
+
+
+PRIVACY = frozenset(inspect.signature(make_private).parameters)  # what ``train`` hands on
+
+
+def _calibrated(plan: DicePlan | None, epsilon: float, delta: float, rate: float, steps: int, accountant: str) -> float:
+    if plan is not None:
+        return plan.calibrate(epsilon=epsilon, delta=delta, steps=steps, accountant=accountant)
+    return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
+
+
+def _either(one: float | None) -> str:
+    return "one of" if one is None else "only one of"
+
+
+def _chunk(batch: int, rows: int, compile: bool) -> int:
+    """How many rows go through the model at a time; a compiled chunk holds nearly every Poisson batch whole."""
+    return min(rows, math.ceil(batch + 4 * math.sqrt(batch))) if compile else CHUNK
+
+
+def _seed(noise: str | int) -> int:
+    if isinstance(noise, bool) or not isinstance(noise, int):
+        raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
+    return noise
+
+
+def _self_test(private: Private, loss: Loss) -> None:
+    """The self-test, on the rows that the method gives the model: with views or public companions, say."""
+    few = torch.arange(min(4, len(private.data)))
+    seen: list[Batch] = []
+
+    def look(rows: Batch) -> SampleGradients:
+        seen.append(rows)
+        return per_sample(private.model, loss, rows)
+
+    private.method.gradients(replace(private.engine(few, 0), fast=look), private.rows(few))
+    self_test(private.model, loss, seen[0])
+
+
+def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise InputError("the model has no trainable parameter; write requires_grad_(True) on what is to be trained")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if id(p) not in held]
+    if missing:
+        raise InputError(
+            f"the optimizer does not hold the trainable parameter {missing[0]}, so it would never move; "
+            "write optimizer = Optimizer(model.parameters(), …), or freeze it with requires_grad_(False)"
+        )

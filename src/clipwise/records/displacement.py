@@ -1,0 +1,154 @@
+"""Each unit's own parameters θ + c_i v_i, as far as possible without writing them out.
+
+Receives: a parameter, the records of v_i, and a factor c_i for each unit.
+Gives: Own: products and look-ups by way of the records, and the values themselves where that is cheaper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from clipwise.records import planner
+from clipwise.records.kinds import Dense, Indexed, Outer, Record, wide
+
+
+@dataclass(frozen=True)
+class Own:
+    """What each unit of ``views`` consecutive samples has in place of a parameter, or of a tensor made from some."""
+
+    views: int
+    make: Callable[[], Tensor]  # the values written out, [unit, *shape], in float32 or better
+    records: tuple[Record, ...] = ()  # v, where the values are θ + c v; without records only the values are known
+    factors: Tensor | None = None  # c, [unit]
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The values written out, [unit, *shape]; a parameter's are a leaf, so that gradients can be pulled to it."""
+        return self.make()
+
+    @property
+    def each(self) -> Tensor:
+        """The values for every sample, [sample, *shape]."""
+        value = cut(self.value)
+        return value if self.views == 1 else value.repeat_interleave(self.views, 0)
+
+    def turned(self) -> Own:
+        """The transposes of matrices."""
+        return Own(self.views, lambda: self.value.transpose(1, 2))
+
+    @property
+    def factored(self) -> bool:
+        """Whether c v is known as products of vectors, Σ_s b_s a_sᵀ, or as rows of a table."""
+        return bool(self.records) and not any(isinstance(r, Dense) for r in self.records)
+
+    def product(self, y: Tensor, x: Tensor, *, turned: bool) -> Tensor:
+        """Y + x (c v)ᵀ for x [unit, position, p]; ``turned``: y + x (c v)."""
+        for record in self.records:
+            if isinstance(record, Indexed):
+                y = self._table_product(record, y, x, turned=turned)
+                continue
+            assert isinstance(record, Outer)
+            a, b = wide(record.a)[:, 0], wide(record.b)[:, 0]
+            if turned:
+                a, b = b, a
+            # c on the small matrix in the middle: neither a nor b is copied
+            y = torch.baddbmm(y, (x @ a.mT) * self._scale(x), b.to(x.dtype))
+        return y
+
+    def _table_product(self, record: Indexed, y: Tensor, x: Tensor, *, turned: bool) -> Tensor:
+        """The same where v is rows of a table: row id_s receives b_s."""
+        b = wide(record.b).to(x.dtype) * self._scale(x)
+        ids = record.ids[:, None, :].expand(-1, x.shape[1], -1)  # [unit, position, s]
+        if turned:
+            return torch.baddbmm(y, x.gather(2, ids), b)
+        return y.scatter_add(2, ids, x @ b.mT)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` [unit, position] of c v."""
+        parts = []
+        for record in self.records:
+            if isinstance(record, Indexed):
+                b = wide(record.b)
+                same = ids[:, :, None] == record.ids[:, None, :]  # [unit, position, s]
+            else:
+                assert isinstance(record, Outer)
+                b = wide(record.a)[:, 0]
+                same = wide(record.b)[:, 0].gather(2, ids[:, None, :].expand(-1, b.shape[1], -1)).mT
+            parts.append((same * self._scale(b)) @ b)
+        return sum(parts[1:], parts[0])
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All pairs (a, c b) at once, [unit, s, feature]."""
+        outers = [r for r in self.records if isinstance(r, Outer)]
+        a, b = (torch.cat([wide(t)[:, 0] for t in ts], 1) for ts in zip(*((r.a, r.b) for r in outers), strict=True))
+        return a, b * self._scale(b)
+
+    def _scale(self, like: Tensor) -> Tensor:
+        assert self.factors is not None
+        return self.factors.to(like.dtype)[:, None, None]
+
+
+def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """The same gradients as a displaced pass uses them: as they are, or written out where that is cheaper.
+
+    A product with T positions by S pairs (a, b) costs T·S·(p + q) in each direction, beside θ's own product; writing
+    costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
+    Pairs may cost a quarter more, for they take no memory. A table is never written, a convolution's weight always.
+    """
+    outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
+    spare = len(outers) + sum(isinstance(r, Indexed) for r in records) == len(records)
+    if spare and len(outers) == len(records):
+        pairs, p, q = sum(r.a.shape[2] for r in outers), outers[0].a.shape[3], outers[0].b.shape[3]
+        spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + planner.TRAFFIC) * p * q
+    if spare or (len(records) == 1 and isinstance(records[0], Dense)):
+        return records
+    dense = [r.dense() for r in records]
+    return (Dense(sum(dense[1:], dense[0])),)
+
+
+def moved(parameter: Tensor, records: tuple[Record, ...], factors: Tensor, views: int, *, reuse: bool) -> Own:
+    """θ + c_i v_i for each unit of records that are ``ready``; ``reuse``: a written v may be overwritten by it."""
+
+    def make() -> Tensor:
+        value = wide(parameter.detach())
+        for record in records:
+            v = record.dense()
+            c = factors.to(v.dtype).reshape(-1, *(1,) * (v.dim() - 1))
+            # a compiler reuses memory by itself
+            value = torch.addcmul(value, v, c, out=v) if reuse and type(v) is Tensor else torch.addcmul(value, v, c)
+        return cut(value).requires_grad_()
+
+    return Own(views, make, records, factors)
+
+
+def cut(tensor: Tensor) -> Tensor:
+    """The tensor without its history; forward-mode derivatives stay, which ``detach`` would drop."""
+    primal, tangent = forward_ad.unpack_dual(tensor)
+    return tensor.detach() if tangent is None else forward_ad.make_dual(primal.detach(), tangent.detach())
+
+
+def tangents(record: Record) -> tuple[Record, tuple[Record, ...]]:
+    """A record whose tensors carry forward-mode derivatives: without them, and the derivative as a sum of records.
+
+    A record is linear in each of its tensors: (b aᵀ)˙ = ḃ aᵀ + b ȧᵀ.
+    """
+    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # type: ignore[arg-type]
+    pairs = {name: forward_ad.unpack_dual(t) for name, t in fields.items() if isinstance(t, Tensor)}
+    plain: Any = dataclasses.replace(record, **{name: pair.primal.detach() for name, pair in pairs.items()})  # type: ignore[type-var]
+    moving = {name: pair.tangent.detach() for name, pair in pairs.items() if pair.tangent is not None}
+    return plain, tuple(dataclasses.replace(plain, **{name: tangent}) for name, tangent in moving.items())
+
+
+def dual_dense(record: Record) -> Tensor:
+    """The record written out with its derivative; what writes it need not know of derivatives."""
+    plain, moving = tangents(record)
+    dense = plain.dense()
+    return forward_ad.make_dual(dense, torch.stack([r.dense() for r in moving]).sum(0)) if moving else dense

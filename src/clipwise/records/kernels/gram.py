@@ -1,0 +1,161 @@
+"""The squared norm of every sample's Σ_s b_s a_sᵀ from two Gram matrices: ‖v_i‖² = ⟨A Aᵀ, B Bᵀ⟩.
+
+Receives: a [sample, block, position, p] and b [sample, block, position, q].
+Gives: gram_sq_norm: plain torch, or for half-precision CUDA tensors one kernel that computes both products of a tile,
+multiplies them and keeps only sums, so neither matrix is written and nothing is widened in memory. [sample].
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
+
+SLACK = 4 * torch.finfo(torch.float32).eps
+
+
+def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
+    """⟨A Aᵀ, B Bᵀ⟩ per sample, in float32 or better.
+
+    Guarantees: not under-estimated. Where positions cancel, rounding is relative to (Σ_s ‖a_s‖‖b_s‖)², not to the
+    result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels.
+    """
+    half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    if a.is_cuda and half and a.shape[1] == 1 and a.shape[2] > 1:
+        return _operator(*(aligned(t[:, 0]) for t in (a, b)))
+    return _twin(a, b)
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """[…, feature] contiguous, zero features added up to a multiple of eight: a GPU can then read 16 bytes at once."""
+    rest = -rows.shape[-1] % 8
+    return torch.nn.functional.pad(rows, (0, rest)) if rest else rows.contiguous()
+
+
+def _twin(a: Tensor, b: Tensor) -> Tensor:
+    a, b = (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in (a, b))
+    if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel
+        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2))
+    aa = a @ a.transpose(2, 3)
+    bb = b @ b.transpose(2, 3)
+    lengths = aa.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt() * bb.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt()
+    slack = 4 * torch.finfo(a.dtype).eps * lengths.sum(2).square()
+    return ((aa * bb).sum((2, 3)).clamp(min=0) + slack).sum(1)
+
+
+def _one_block(a: Tensor, b: Tensor) -> Tensor:
+    return _twin(a[:, None].double(), b[:, None].double()).float()
+
+
+_operator = torch.library.custom_op(
+    "clipwise::gram_sq_norm", _one_block, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
+)
+
+
+@_operator.register_fake
+def _fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], dtype=torch.float32)
+
+
+@_operator.register_kernel("cuda")
+def _cuda(a: Tensor, b: Tensor) -> Tensor:
+    if triton is None or torch.cuda.get_device_capability(a.device) < (8, 0) or a.shape[0] == 0:
+        return _one_block(a, b)
+    a, b = a.contiguous(), b.contiguous()
+    tiles = candidates(a.shape[1])
+    with torch.cuda.device(a.device):
+        return launch(
+            a, b, best_tile(("gram", a.shape[1:], b.shape[1:]), a, tiles, partial(_agrees, a, b), launch, a, b)
+        )
+
+
+def _agrees(a: Tensor, b: Tensor, tile: Tile) -> bool:
+    some = like_random(a[:2]), like_random(b[:2])
+    expected = _one_block(*some)
+    return bool((launch(*some, tile) - expected).norm() <= 1e-3 * expected.norm())
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes at a time: a choice of speed, never of result (but for the last bits)."""
+
+    block: int  # positions, of the rows and of the columns of both Gram matrices
+    deep: int  # features
+    warps: int
+    stages: int
+
+
+def candidates(positions: int) -> list[Tile]:
+    """Tiles worth trying: small ones make more programs, large ones read less."""
+    tiles = [Tile(64, 64, 4, 4), Tile(128, 64, 8, 3), Tile(32, 128, 4, 4)]
+    most = power(positions, 16, 128)
+    return [tile for tile in tiles if tile.block <= most] or [Tile(most, 64, 4, 4)]
+
+
+def launch(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
+    """The kernel with one tile, for contiguous a [sample, position, p] and b [sample, position, q]."""
+    side = -(-a.shape[1] // tile.block)
+    pairs = side * (side + 1) // 2  # both matrices are symmetric: tiles on and below the diagonal are enough
+    sums = torch.empty(2, a.shape[0], pairs, dtype=torch.float32, device=a.device)
+    options = asdict(tile)
+    warps, stages = options.pop("warps"), options.pop("stages")
+    _kernel[(a.shape[0] * pairs,)](
+        a, b, sums, a.shape[0] * pairs, positions=a.shape[1], p=a.shape[2], q=b.shape[2], pairs=pairs, **options,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    products, lengths = sums.sum(2).unbind(0)
+    return products.clamp(min=0) + SLACK * lengths.square()
+
+
+@jit
+def _gram(  # type: ignore[no-untyped-def]
+    rows, down, along, positions: constexpr, features: constexpr, block: constexpr, deep: constexpr
+):  # fmt: skip
+    """Tile (down, along) of the Gram matrix of rows [position, feature]."""
+    product = tl.zeros([block, block], tl.float32)
+    feature = tl.arange(0, deep)
+    first = down * block + tl.arange(0, block)
+    second = along * block + tl.arange(0, block)
+    for start in range(0, features, deep):
+        real = start + feature < features
+        left = tl.load(
+            rows + first[:, None] * features + (start + feature)[None, :],
+            mask=(first < positions)[:, None] & real[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            rows + second[:, None] * features + (start + feature)[None, :],
+            mask=(second < positions)[:, None] & real[None, :],
+            other=0.0,
+        )
+        product = tl.dot(left, tl.trans(right), product)
+    return product
+
+
+@jit
+def _kernel(  # type: ignore[no-untyped-def]
+    a, b, partial, programs, positions: constexpr, p: constexpr, q: constexpr, pairs: constexpr,
+    block: constexpr, deep: constexpr,
+):  # fmt: skip
+    """One program: a sample, and one tile of both its Gram matrices."""
+    program = tl.program_id(0)
+    sample = (program // pairs).to(tl.int64)
+    pair = program % pairs
+    down = 0
+    row = 1
+    while row * (row + 1) // 2 <= pair:  # pair = down (down + 1)/2 + along
+        down += 1
+        row += 1
+    along = pair - down * (down + 1) // 2
+    aa = _gram(a + sample * (positions * p), down, along, positions, p, block, deep)
+    bb = _gram(b + sample * (positions * q), down, along, positions, q, block, deep)
+    twice = tl.where(down == along, 1.0, 2.0)
+    tl.store(partial + program, twice * tl.sum(aa * bb))
+    # ‖a_s‖‖b_s‖, from the diagonals
+    same = tl.arange(0, block)[:, None] == tl.arange(0, block)[None, :]
+    lengths = tl.sum(tl.where(same, tl.sqrt(tl.maximum(aa, 0.0)) * tl.sqrt(tl.maximum(bb, 0.0)), 0.0))
+    tl.store(partial + programs + program, tl.where(down == along, lengths, 0.0))

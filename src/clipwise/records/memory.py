@@ -1,0 +1,80 @@
+"""How many rows go through a model at a time: as many as fit.
+
+Receives: a capture, some rows, and the room in bytes.
+Gives: largest_chunk, from the memory of two small passes, since what a pass needs grows by the same for every row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from clipwise.records.capture import batch_size
+from clipwise.records.gradients import SampleGradients
+from clipwise.records.tape import mapped, tensors
+from clipwise.types import Batch, InputError, whole
+
+SPARE = 0.9  # of the room: allocators round up, and other work on the device needs some
+FEW = 8
+
+
+def largest_chunk(
+    capture: Callable[[Batch], SampleGradients],
+    rows: Batch,
+    *,
+    most: int,
+    room: int | None = None,
+    peak: Callable[[Callable[[], object], torch.device], int] | None = None,
+) -> int:
+    """The largest number of rows, at most ``most``, whose per-sample gradients and weighted sum fit in ``room`` bytes.
+
+    ``room`` is nine tenths of the device's free memory unless given; ``peak`` measures the bytes that a call takes.
+    Guarantees: at least 1. Edge cases: on a CPU, whose memory is shared with everything else and cannot be measured
+    this way, the answer is ``most``; fewer given rows than needed are repeated.
+    """
+    whole("most", most)
+    device = next(tensors(rows)).device
+    if peak is None and device.type != "cuda":
+        return most
+    if room is None:
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator's own
+        room = int(SPARE * (free + unused))
+    measure = peak or device_peak
+    few, more = (min(n, most) for n in (FEW, 4 * FEW))
+    if few == more:
+        return most
+    taken = [measure(lambda n=n: _pass(capture, repeated(rows, n)), device) for n in (few, more)]  # type: ignore[misc]
+    each = (taken[1] - taken[0]) / (more - few)
+    if each <= 0:
+        return most
+    return max(1, min(most, math.floor((room - taken[0]) / each + few)))
+
+
+def _pass(capture: Callable[[Batch], SampleGradients], rows: Batch) -> object:
+    gradients = capture(rows)
+    norms = gradients.norms()
+    return gradients.weighted_sum(torch.ones_like(norms))
+
+
+def repeated(rows: Batch, count: int) -> Batch:
+    """So many rows, the given ones again and again."""
+    size = batch_size(rows)
+    if size == 0:
+        raise InputError("expected at least one row to measure memory with, got none")
+    index = torch.arange(count) % size
+    return mapped(rows, lambda t: t[index.to(t.device)] if isinstance(t, Tensor) and t.dim() else t)
+
+
+def device_peak(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call takes of a CUDA device, above what was taken before it."""
+    call()  # what is loaded or tuned by the first call is not the pass's own
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
