@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench audit clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ $(VENV)/.bench: $(READY)
 
 bench: $(VENV)/.bench  ## the CPU table of docs/performance.md, with Opacus beside it
 	$(BIN)/clipwise bench
+
+audit: $(READY)  ## attack every method and hold what that shows against the claimed ε
+	$(BIN)/clipwise audit
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,163 @@
+"""Membership inference: how well an attacker tells training samples from others by the model's outputs.
+
+Receives: a trained model with samples that were trained on and samples that were not; or a way to train shadows.
+Gives: a Roc, with its area and a confidence interval. Not private: it compares the training data with others.
+
+An attack that fails proves nothing; the bounds of the other audits are what ε is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from clipwise.audit.bounds import Array
+from clipwise.types import InputError, fraction, whole
+
+ROWS = 1024  # that go through a model at a time
+
+
+@dataclass(frozen=True)
+class Roc:
+    """How well scores tell members from others: each point is a threshold. Area ½ is guessing."""
+
+    fpr: Array
+    tpr: Array
+    area: float
+    low: float
+    high: float
+
+    def tpr_at(self, fpr: float) -> float:
+        """The largest share of members found while at most this share of the others is taken for members."""
+        return float(self.tpr[np.searchsorted(self.fpr, fpr, side="right") - 1])
+
+
+def roc(members: Array, others: Array, confidence: float = 0.95) -> Roc:
+    """The curve of scores, high for members; the area's interval is DeLong's (1988)."""
+    from scipy.stats import norm, rankdata
+
+    m, n = len(members), len(others)
+    if min(m, n) < 2:
+        raise InputError(f"expected at least 2 members and 2 others, got {m} and {n}")
+    if not (np.isfinite(members).all() and np.isfinite(others).all()):
+        raise InputError("expected finite scores, got NaN or infinity: the model's outputs are not numbers")
+    every = rankdata(np.concatenate([members, others]))
+    # placements: the share of the others below each member, and of the members above each other; ties count ½
+    below = (every[:m] - rankdata(members)) / n
+    above = 1 - (every[m:] - rankdata(others)) / m
+    area = float(below.mean())
+    deviation = math.sqrt(float(below.var(ddof=1)) / m + float(above.var(ddof=1)) / n)
+    width = float(norm.isf((1 - fraction("confidence", confidence, open_end=True)) / 2)) * deviation
+    thresholds = np.unique(np.concatenate([members, others]))[::-1]
+    tpr = np.concatenate([[0.0], 1 - np.searchsorted(np.sort(members), thresholds, side="left") / m])
+    fpr = np.concatenate([[0.0], 1 - np.searchsorted(np.sort(others), thresholds, side="left") / n])
+    return Roc(fpr, tpr, area, max(0.0, area - width), min(1.0, area + width))
+
+
+def logits(model: nn.Module, inputs: Tensor) -> Tensor:
+    """The model's outputs for all inputs, in evaluation mode, float64."""
+    device = next(model.parameters()).device
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        found = [model(piece.to(device)).double().cpu() for piece in inputs.split(ROWS)]
+    for module, flag in flags:
+        module.training = flag
+    return torch.cat(found)
+
+
+def logistic_attack(
+    model: nn.Module, members: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], confidence: float = 0.95
+) -> Roc:
+    """Logistic regression on logits and label (paper 2, Fig. 5): fitted on every second sample, judged on the rest.
+
+    Its features are the logits, the label, and the label's own loss, which a linear function of the first two lacks.
+    """
+    parts = []
+    for inputs, labels in (members, others):
+        out, which = logits(model, inputs), labels.cpu()
+        loss = nn.functional.cross_entropy(out, which, reduction="none")
+        parts.append(torch.cat([out, nn.functional.one_hot(which, out.shape[1]).double(), loss[:, None]], 1))
+    x = torch.cat(parts)
+    x = (x - x.mean(0)) / x.std(0).clamp(min=1e-12)
+    member = torch.cat([torch.ones(len(parts[0])), torch.zeros(len(parts[1]))]).double()
+    fitted = torch.cat([torch.arange(len(part)) % 2 == 0 for part in parts])
+    score = (x @ _fit(x[fitted], member[fitted])).numpy()
+    return roc(score[(~fitted & (member == 1)).numpy()], score[(~fitted & (member == 0)).numpy()], confidence)
+
+
+def _fit(x: Tensor, y: Tensor) -> Tensor:
+    """Weights of a logistic regression by Newton's method, both classes alike, with a small ridge; no intercept."""
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    share = y.mean()
+    weight = torch.where(y == 1, 0.5 / share, 0.5 / (1 - share))
+    ridge = 1e-2 * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
+    theta = torch.zeros(x.shape[1], dtype=x.dtype)
+    for _ in range(25):
+        p = torch.sigmoid(x @ theta)
+        gradient = x.T @ (weight * (p - y)) + ridge @ theta
+        hessian = (x * (weight * p * (1 - p))[:, None]).T @ x + ridge
+        move = torch.linalg.solve(hessian, gradient)
+        theta = theta - move
+        if float(move.abs().max()) < 1e-9:
+            break
+    return theta[:-1]  # a curve does not depend on the intercept
+
+
+def confidence_logits(model: nn.Module, data: tuple[Tensor, Tensor]) -> Array:
+    """ln(p_y/(1 − p_y)) of each sample's own label: nearly normal over models, as the likelihood ratio assumes."""
+    inputs, labels = data
+    out, which = logits(model, inputs), labels.cpu()[:, None]
+    own = out.gather(1, which).squeeze(1)
+    rest = out.scatter(1, which, -torch.inf).logsumexp(1)
+    return (own - rest).numpy()
+
+
+def likelihood_ratio(target: Array, shadows: Array, included: np.ndarray) -> Array:
+    """ln of the likelihood ratio member : other for each sample (LiRA; Carlini et al. 2022, Algorithm 1).
+
+    ``target`` [sample], ``shadows`` and ``included`` [shadow, sample]: the same statistic of shadow models, and whether
+    that one was trained on the sample. Deviations are pooled over samples, as the paper does for few shadows.
+    """
+    from scipy.stats import norm
+
+    known = np.asarray(included, dtype=bool)
+    if not ((known.sum(0) > 0) & ((~known).sum(0) > 0)).all():
+        raise InputError("expected each sample in some shadow and out of another: train more shadows, or choose halves")
+    score = np.zeros(len(target))
+    for sign, kept in ((1, known), (-1, ~known)):
+        mean = np.where(kept, shadows, 0).sum(0) / kept.sum(0)
+        squares = (np.where(kept, shadows - mean, 0) ** 2).sum()
+        deviation = math.sqrt(squares / max(1, kept.sum() - kept.shape[1])) + 1e-12
+        score += sign * norm.logpdf(target, mean, deviation)
+    return score
+
+
+def shadow_attack(
+    train: Callable[[Tensor], nn.Module],
+    data: tuple[Tensor, Tensor],
+    *,
+    shadows: int = 8,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Roc:
+    """LiRA with so many shadows: ``train(indices)`` trains a model on these rows; one more is the target.
+
+    Every model gets a random half of the rows, in pairs of a half and its complement, so that each row is in half of
+    the shadows.
+    """
+    inputs, labels = data
+    rows, pairs = len(inputs), whole("shadows", shadows, least=2) // 2
+    generator = torch.Generator().manual_seed(seed)
+    halves = [torch.rand(rows, generator=generator).argsort() < rows // 2 for _ in range(pairs + 1)]
+    included = torch.stack([half for own in halves[1:] for half in (own, ~own)])
+    statistics = [confidence_logits(train(half.nonzero().view(-1)), (inputs, labels)) for half in included]
+    member = halves[0].numpy()
+    target = confidence_logits(train(halves[0].nonzero().view(-1)), (inputs, labels))
+    score = likelihood_ratio(target, np.stack(statistics), included.numpy())
+    return roc(score[member], score[~member], confidence)
