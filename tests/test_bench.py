@@ -9,14 +9,16 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.bench import CASES, COLUMNS, Case, Cell, Row, Step, Table, as_text, bench
+from clipwise.bench import CASES, COLUMNS, GPU_CASES, GPU_COLUMNS, Case, Cell, Row, Step, Table, as_text, bench, slowest
 from clipwise.bench.__main__ import main
 from clipwise.bench.cases import losses
-from clipwise.bench.columns import _for_opacus
+from clipwise.bench.columns import _for_opacus, clipwise_step
 from clipwise.bench.memory import peak_megabytes
 from clipwise.models import lstm_classifier, small_transformer
+from clipwise.records import Capture
 from clipwise.types import InputError
 
 
@@ -192,3 +194,72 @@ def test_the_command_prints_json_or_one_line_of_error(capsys: pytest.CaptureFixt
     assert [cell["column"] for cell in table["rows"][0]["cells"]] == ["plain", "vmap"]
     assert main(["--rows", "lstn"]) == 2
     assert capsys.readouterr().err == "error: unknown row 'lstn': did you mean 'lstm'?\n"
+
+
+def test_the_compiled_column_makes_the_eager_column_s_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
+    for name, case in QUIET.items():
+        steps = [clipwise_step(case, compiled=flag) for flag in (False, True)]
+        for step in steps:
+            step()
+        for one, other in zip(*(step.model.parameters() for step in steps), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_a_step_without_noise_leaves_the_model_as_it_is() -> None:
+    step = clipwise_step(QUIET["cnn"], noise=False)
+    step()
+    before = QUIET["cnn"].model()
+    assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before.parameters(), strict=True))
+
+
+def test_methods_are_columns_of_their_own() -> None:
+    table = bench(["mnist_cnn"], [], rounds=1, memory=False, batch=3, methods=["flat", "psac(clip_norm=0.5)"])
+    assert [cell.column for cell in table.rows[0].cells] == ["plain", "method flat", "method psac(clip_norm=0.5)"]
+    assert all(cell.missing is None for cell in table.rows[0].cells)
+
+
+def test_ratios_on_a_gpu_are_to_the_fastest_ordinary_step() -> None:
+    cells = [
+        Cell("plain", 20.0, rounds=(20.0,)),
+        Cell("graph", 10.0, rounds=(10.0,)),
+        Cell("clipwise", 12.0, rounds=(12.0,)),
+    ]
+    row = Row("gru", "GRU", 5, (*cells, Cell("channels_last", missing="tokens")), "bf16")
+    assert row.reference.column == "graph"
+    table = Table((replace(row, cells=tuple(replace(c, ratio=1.2) for c in row.cells)),), 1, 1, "2", "GPU", "cuda")
+    assert "| GRU, bf16 [5] | 20.00 (1.20×)" in as_text(table) and "fastest ordinary" in as_text(table)
+
+
+def test_every_gpu_row_has_a_model_and_a_batch_of_its_own_size() -> None:
+    for name in ("mnist_cnn", "resnet20_gn", "wrn_16_4", "gru"):
+        case = replace(GPU_CASES[name], batch=2)
+        assert losses(case.model(), case.data()).shape == (2,)
+    assert sum(p.numel() for p in GPU_CASES["wrn_16_4"].model().parameters()) == pytest.approx(2.75e6, rel=0.01)
+    assert set(GPU_COLUMNS) >= set(COLUMNS) | {"compiled", "graph", "channels_last"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_its_bench_is_an_error() -> None:
+    with pytest.raises(InputError, match="write --device cpu"):
+        bench(device="cuda")
+
+
+def test_next_tokens_are_labels_and_a_sample_s_loss_is_its_tokens_mean() -> None:
+    class Echo(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.one_hot(tokens, 7).float()[:, :-1].transpose(1, 2)
+
+    case = Case("echo", 3, (5,), Echo, 7, 7, next_token=True)
+    tokens, labels = case.data()
+    assert torch.equal(labels, tokens[:, 1:])
+    each = torch.stack([F.cross_entropy(F.one_hot(t[:-1], 7).float(), t[1:]) for t in tokens])
+    torch.testing.assert_close(case.losses(Echo(), (tokens, labels)), each)
+
+
+def test_the_slowest_layers_are_named_with_their_form() -> None:
+    case = QUIET["transformer"]
+    layers = slowest(Capture(case.model(), losses)(case.data()), most=3)
+    assert len(layers) == 3 and layers[0].norm + layers[0].total >= layers[2].norm + layers[2].total > 0
+    names = dict(case.model().named_parameters())
+    assert all(layer.name in names and layer.form in str(layer) for layer in layers)

@@ -1,13 +1,29 @@
 """How fast a private step is, beside what people use today; also ``python -m clipwise.bench``.
 
 Receives: names of rows (models) and columns (libraries).
-Gives: bench, as_text, Table, Row and Cell, and the registries CASES and COLUMNS.
+Gives: bench, slowest, as_text, Table, Row and Cell, and the registries CASES, COLUMNS, GPU_CASES and GPU_COLUMNS.
 """
 
 from __future__ import annotations
 
-from clipwise.bench.cases import CASES, Case
-from clipwise.bench.columns import COLUMNS, Step
+from clipwise.bench.cases import CASES, GPU_CASES, Case
+from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, Step
+from clipwise.bench.profile import Layer, profiled, slowest
 from clipwise.bench.run import Cell, Row, Table, as_text, bench
 
-__all__ = ["CASES", "COLUMNS", "Case", "Cell", "Row", "Step", "Table", "as_text", "bench"]
+__all__ = [
+    "CASES",
+    "COLUMNS",
+    "GPU_CASES",
+    "GPU_COLUMNS",
+    "Case",
+    "Cell",
+    "Layer",
+    "Row",
+    "Step",
+    "Table",
+    "as_text",
+    "bench",
+    "profiled",
+    "slowest",
+]

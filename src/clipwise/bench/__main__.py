@@ -1,6 +1,6 @@
 """``python -m clipwise.bench``: the bench from the shell.
 
-Receives: --rows, --columns, --rounds, --batch, --no-memory, --json.
+Receives: --rows, --columns, --rounds, --batch, --no-memory, --json, --device, --precisions, --methods.
 Gives: the table on standard output, progress on standard error; exit 2 with one line where an option is wrong.
 """
 
@@ -24,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=11, help="timed steps per cell; default 11")
     parser.add_argument("--batch", type=int, help="batch size of every row; default each row's own")
     parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; default cpu")
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "tf32"], help="on CUDA, of bf16, tf32, float32")
+    parser.add_argument("--methods", nargs="+", default=[], help="methods to measure too, such as psac")
     parser.add_argument("--json", action="store_true", help="print every number, and why a cell is missing, as JSON")
     options = parser.parse_args(arguments)
     try:
@@ -34,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
             memory=not options.no_memory,
             batch=options.batch,
             progress=lambda message: print(message, file=sys.stderr),
+            device=options.device,
+            precisions=options.precisions,
+            methods=options.methods,
         )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,22 +1,23 @@
 """The columns of the bench: one training step as each library writes it.
 
 Receives: a Case.
-Gives: COLUMNS (name → builder); a builder makes a Step, and imports its library only then.
+Gives: COLUMNS and GPU_COLUMNS (name → builder); a builder makes a Step, and imports its library only then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from clipwise.bench.cases import Case, losses
+from clipwise.bench.cases import Case
+from clipwise.types import InputError
 
 
 @dataclass(frozen=True)
@@ -38,35 +39,123 @@ def plain(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        case.losses(model, (inputs, labels)).mean().backward()
         optimizer.step()
 
     return Step(model, take)
 
 
-def clipwise_step(case: Case) -> Step:
-    """This library: flat clipping, then SGD; noise from a seeded generator, as the peers draw theirs by default."""
+def compiled(case: Case) -> Step:
+    """The ordinary step compiled; the optimizer is a few launches as it is."""
+    return _compiled(case, graph=False, channels_last=False)
+
+
+def graph(case: Case) -> Step:
+    """The ordinary step compiled and replayed as one CUDA graph, optimizer and all."""
+    return _compiled(case, graph=True, channels_last=False)
+
+
+def channels_last(case: Case) -> Step:
+    """The same with channels last in memory, for images."""
+    if case.vocabulary:
+        raise InputError(f"only images have channels: {case.title} has tokens")
+    return _compiled(case, graph=True, channels_last=True)
+
+
+def _compiled(case: Case, *, graph: bool, channels_last: bool) -> Step:
+    model, batch = _laid_out(case, channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
+    loss = torch.compile(lambda batch: case.losses(model, batch).mean())
+
+    def take() -> None:
+        optimizer.zero_grad()
+        loss(batch).backward()
+        optimizer.step()
+
+    return Step(model, _recorded(take) if graph else take)
+
+
+def _laid_out(case: Case, last: bool) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    model, (inputs, labels) = case.model(), case.data()
+    if last:
+        model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model, (inputs, labels)
+
+
+def _recorded(take: Callable[[], None]) -> Callable[[], None]:
+    """The same step as a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            take()
+    torch.cuda.current_stream().wait_stream(side)
+    recording = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recording):
+        take()
+    return recording.replay
+
+
+def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> Step:
+    """This library: flat clipping, then SGD; noise from a seeded generator, as the peers draw theirs by default.
+
+    ``compiled``: through compiled graphs, channels last for images; without ``noise`` it stops at the private sum.
+    """
     from clipwise.methods import flat
     from clipwise.noise import release
     from clipwise.randomness import SeededStream
     from clipwise.records import Capture, trainable
+    from clipwise.records.compiled import CompiledCapture
     from clipwise.step import private_sum
     from clipwise.types import PoissonGaussian
 
-    model, batch = case.model(), case.data()
+    model, batch = _laid_out(case, compiled and not case.vocabulary and len(case.shape) == 3 and case.shape[0] > 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
-    capture, method, stream = Capture(model, losses), flat(case.clip_norm), SeededStream(0)
+    parameters, method, stream = trainable(model), flat(case.clip_norm), SeededStream(0)
+    groups = [block.names for block in method.blocks(tuple(parameters))]
+    # a recurrent layer is hundreds of steps: recorded as it is, since a compiler would take many minutes
+    options = {"backend": "eager"} if any(isinstance(m, nn.RNNBase) for m in model.modules()) else {}
+    capture: Any = (
+        CompiledCapture(model, case.losses, case.batch, groups, options) if compiled else Capture(model, case.losses)
+    )
     event = PoissonGaussian(case.noise_multiplier, sampling_rate=0.01)
 
     def take() -> None:
-        parameters = trainable(model)
         private, _ = private_sum(method, parameters, [capture(batch)])
+        if not noise:
+            return
         released = release(private, event, stream)
         for name, parameter in parameters.items():
             parameter.grad = (released.gradient[name] / case.batch).to(parameter.dtype)
         optimizer.step()
 
     return Step(model, take)
+
+
+def method_step(case: Case, *, method: str) -> Step:
+    """This library with any method, as ``make_private`` runs it: every sample of the batch drawn at every step.
+
+    Not compiled, and with its own reading of the data: to be compared with another method, not with other columns.
+    """
+    from clipwise.private import make_private
+
+    model, data = case.model(), case.data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
+    private = make_private(
+        model,
+        optimizer,
+        data,
+        loss=case.losses,
+        method=method,
+        noise_multiplier=case.noise_multiplier,
+        steps=1_000_000,
+        batch=case.batch,
+        chunk=case.batch,
+        delta=1e-9,
+        noise=0,
+    )
+    batches = private.batches()
+    return Step(model, lambda: private.step(next(batches)))
 
 
 def vmap_step(case: Case) -> Step:
@@ -76,7 +165,8 @@ def vmap_step(case: Case) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
 
     def sample_loss(values: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, values, (sample[None],)), label[None])
+        called = lambda inputs: functional_call(model, values, (inputs,))  # noqa: E731
+        return case.losses(called, (sample[None], label[None])).sum()  # type: ignore[arg-type]
 
     # only dropout would draw random numbers, and no case has any
     per_sample = vmap(grad(sample_loss), in_dims=(None, 0, 0))
@@ -107,7 +197,7 @@ def opacus_hooks(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        case.losses(model, (inputs, labels)).mean().backward()
         optimizer.step()
 
     return Step(model._module, take)
@@ -119,6 +209,8 @@ def opacus_ghost(case: Case) -> Step:
     ghost: Any = import_module("opacus.utils.fast_gradient_clipping_utils")
     model = opacus.grad_sample.GradSampleModuleFastGradientClipping(_for_opacus(case), max_grad_norm=case.clip_norm)
     inputs, labels = case.data()
+    if case.next_token:
+        raise InputError("its criterion takes one label per sample")
     optimizer = opacus.optimizers.DPOptimizerFastGradientClipping(
         torch.optim.SGD(model.parameters(), lr=case.learning_rate),
         noise_multiplier=case.noise_multiplier,
@@ -129,7 +221,9 @@ def opacus_ghost(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        criterion(model(inputs), labels).backward()
+        with torch.autocast(case.device, torch.bfloat16, enabled=case.narrow):
+            loss = criterion(model(inputs), labels)
+        loss.backward()
         optimizer.step()
 
     return Step(model._module, take)
@@ -149,6 +243,19 @@ def _for_opacus(case: Case) -> nn.Module:
 COLUMNS: dict[str, Callable[[Case], Step]] = {
     "plain": plain,
     "clipwise": clipwise_step,
+    "vmap": vmap_step,
+    "opacus_hooks": opacus_hooks,
+    "opacus_ghost": opacus_ghost,
+}
+ORDINARY = ("plain", "compiled", "graph", "channels_last")
+GPU_COLUMNS: dict[str, Callable[[Case], Step]] = {
+    "plain": plain,
+    "compiled": compiled,
+    "graph": graph,
+    "channels_last": channels_last,
+    "clipwise": partial(clipwise_step, compiled=True),
+    "clipwise_sum": partial(clipwise_step, compiled=True, noise=False),
+    "clipwise_eager": clipwise_step,
     "vmap": vmap_step,
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,

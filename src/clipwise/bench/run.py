@@ -1,11 +1,12 @@
 """The bench itself: every column of every row, timed side by side in one run.
 
-Receives: names of rows and columns, the number of rounds.
-Gives: a Table of times and peak memory with ratios to the plain step; as_text lays it out.
+Receives: names of rows and columns, the number of rounds; on a GPU also precisions and methods.
+Gives: a Table of times and peak memory with ratios to the plain step, on a GPU to the fastest ordinary one; as_text.
 
 Time: a row's columns take turns within one process, one step each per round, so that a slow moment of the machine hits
 all of them; the median over rounds is reported, after warm-up steps, with garbage collection off.
-Memory: each cell in a fresh process, see ``clipwise.bench.memory``.
+Memory: each cell in a fresh process, see ``clipwise.bench.memory``; on a GPU what the column took of the device: the
+peak of a step, or what its CUDA graphs keep.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from clipwise.bench.cases import CASES, Case
-from clipwise.bench.columns import COLUMNS, Step
+from clipwise.bench.cases import CASES, GPU_CASES, Case
+from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, ORDINARY, Step, method_step
 from clipwise.bench.memory import peak_megabytes
-from clipwise.types import one_of, whole
+from clipwise.types import InputError, one_of, whole
 
+PRECISIONS = ("bf16", "tf32", "float32")
 WARM_UP = 2
 UNSTEADY = 1.25  # a median this many times the fastest round was measured on a busy machine
 
@@ -56,6 +60,13 @@ class Row:
     title: str
     batch: int
     cells: tuple[Cell, ...]
+    precision: str = "float32"
+
+    @property
+    def reference(self) -> Cell:
+        """What ratios are to: the fastest of the ordinary columns."""
+        timed = [cell for cell in self.cells if cell.column in ORDINARY and cell.milliseconds is not None]
+        return min(timed, key=lambda cell: cell.milliseconds or 0.0) if timed else self.cells[0]
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,7 @@ class Table:
     threads: int
     torch: str
     machine: str
+    device: str = "cpu"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -84,50 +96,97 @@ def bench(
     memory: bool = True,
     batch: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    device: str = "cpu",
+    precisions: Sequence[str] = ("bf16", "tf32"),
+    methods: Sequence[str] = (),
 ) -> Table:
     """Measure rows × columns (all of them unless named); the plain column is always there, ratios need it.
 
-    ``batch`` replaces every row's batch size; ``progress`` is told what is being measured.
+    ``batch`` replaces every row's batch size; ``progress`` is told what is being measured; ``precisions`` are for
+    CUDA, where each makes a row of its own; ``methods`` are more columns, each a method of this library.
 
     *Edge cases*: a peer that is not installed or fails on a model leaves a cell with the reason, and the rest goes on.
     """
     whole("rounds", rounds)
-    named = [one_of("row", row, CASES) for row in (CASES if rows is None else rows)]
-    wanted = {"plain", *(one_of("column", column, COLUMNS) for column in (COLUMNS if columns is None else columns))}
-    cases = {row: CASES[row] if batch is None else replace(CASES[row], batch=whole("batch", batch)) for row in named}
+    on_cuda = device.split(":")[0] == "cuda"
+    if on_cuda and not torch.cuda.is_available():
+        raise InputError(f"expected a device that torch sees, got {device}: write --device cpu")
+    known, table = (GPU_CASES, GPU_COLUMNS) if on_cuda else (CASES, COLUMNS)
+    builders: dict[str, Callable[[Case], Step]] = {
+        **table,
+        **{f"method {method}": partial(method_step, method=method) for method in methods},
+    }
+    named = [one_of("row", row, known) for row in (known if rows is None else rows)]
+    wanted = {"plain", *(one_of("column", column, table) for column in (table if columns is None else columns))}
+    used = {name: build for name, build in builders.items() if name in wanted or name not in table}
+    cases = {row: replace(known[row], device=device) for row in named}
+    if batch is not None:
+        cases = {row: replace(case, batch=whole("batch", batch)) for row, case in cases.items()}
+    made = []
+    for row, case in cases.items():
+        for precision in [one_of("precision", p, PRECISIONS) for p in precisions] if on_cuda else ["float32"]:
+            with _products(precision):
+                exact = replace(case, narrow=precision == "bf16")
+                made.append(_row(row, exact, used, rounds, memory, progress, precision))
     return Table(
-        rows=tuple(
-            _row(row, case, [column for column in COLUMNS if column in wanted], rounds, memory, progress)
-            for row, case in cases.items()
-        ),
+        rows=tuple(made),
         rounds=rounds,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        machine=f"{platform.system()} {platform.machine()}",
+        machine=torch.cuda.get_device_name(device) if on_cuda else f"{platform.system()} {platform.machine()}",
+        device=device,
     )
 
 
-def _row(row: str, case: Case, columns: list[str], rounds: int, memory: bool, progress: Callable[[str], None]) -> Row:
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Float32 products rounded to TF32, or not; and the fastest convolutions, as whoever measures would choose."""
+    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, cublas.allow_tf32, cudnn.benchmark
+    if precision != "float32":
+        cudnn.allow_tf32 = cublas.allow_tf32 = cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cublas.allow_tf32, cudnn.benchmark = before
+
+
+def _row(
+    row: str,
+    case: Case,
+    columns: Mapping[str, Callable[[Case], Step]],
+    rounds: int,
+    memory: bool,
+    progress: Callable[[str], None],
+    precision: str,
+) -> Row:
     steps: dict[str, Step] = {}
     missing: dict[str, str] = {}
+    taken: dict[str, float] = {}  # megabytes of the device
+    on_cuda = case.device != "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn about their own insides
         for column in columns:
             progress(f"{case.title}: warming up {column}")
             try:
-                step = COLUMNS[column](case)
+                before = _device_megabytes() if on_cuda else 0.0
+                step = columns[column](case)
                 for _ in range(WARM_UP):
                     step()
+                if on_cuda:
+                    taken[column] = _device_peak(step) - before
                 steps[column] = step
             except Exception as error:  # whatever a peer raises belongs in its cell
                 missing[column] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         progress(f"{case.title}: timing {rounds} rounds")
-        times = _times(steps, rounds)
+        times = _times(steps, rounds, torch.cuda.synchronize if on_cuda else lambda: None)
     steps.clear()  # their memory is not needed while other processes are measured
     cells: list[Cell] = []
     for column in columns:
         megabytes = None
-        if memory and column not in missing:
+        if memory and on_cuda:
+            megabytes = taken.get(column)
+        elif memory and column not in missing:
             progress(f"{case.title}: memory of {column}")
             peak = peak_megabytes(row, column, case.batch, torch.get_num_threads())
             if isinstance(peak, str):
@@ -138,12 +197,29 @@ def _row(row: str, case: Case, columns: list[str], rounds: int, memory: bool, pr
         cells.append(
             Cell(column, median, megabytes=megabytes, rounds=times.get(column, ()), missing=missing.get(column))
         )
-    reference = next(cell for cell in cells if cell.column == "plain")
-    return Row(row, case.title, case.batch, tuple(_compared(cell, reference) for cell in cells))
+    measured = Row(row, case.title, case.batch, tuple(cells), precision)
+    return replace(measured, cells=tuple(_compared(cell, measured.reference) for cell in cells))
 
 
-def _times(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, ...]]:
-    """Milliseconds of each column in each round."""
+def _device_megabytes() -> float:
+    """What is taken of the device, CUDA graphs' memory included."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() / 2**20
+
+
+def _device_peak(step: Step) -> float:
+    """The most that a step takes: what it allocates, or what stays reserved for its CUDA graphs."""
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() / 2**20
+    return max(peak, _device_megabytes())
+
+
+def _times(steps: dict[str, Step], rounds: int, wait: Callable[[], None]) -> dict[str, tuple[float, ...]]:
+    """Milliseconds of each column in each round; ``wait`` for what a device still does."""
     times: dict[str, list[float]] = {column: [] for column in steps}
     collecting = gc.isenabled()
     gc.collect()
@@ -151,8 +227,10 @@ def _times(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, ...]]:
     try:
         for _ in range(rounds):
             for column, step in steps.items():
+                wait()
                 start = time.perf_counter()
                 step()
+                wait()
                 times[column].append(1000 * (time.perf_counter() - start))
     finally:
         if collecting:
@@ -160,35 +238,52 @@ def _times(steps: dict[str, Step], rounds: int) -> dict[str, tuple[float, ...]]:
     return {column: tuple(values) for column, values in times.items()}
 
 
-def _compared(cell: Cell, plain: Cell) -> Cell:
-    def ratio(value: float | None, reference: float | None) -> float | None:
-        return value / reference if value is not None and reference else None
+def _compared(cell: Cell, reference: Cell) -> Cell:
+    def ratio(value: float | None, of: float | None) -> float | None:
+        return value / of if value is not None and of else None
 
     return replace(
         cell,
-        ratio=ratio(cell.milliseconds, plain.milliseconds),
-        memory_ratio=ratio(cell.megabytes, plain.megabytes),
+        ratio=ratio(cell.milliseconds, reference.milliseconds),
+        memory_ratio=ratio(cell.megabytes, reference.megabytes),
     )
 
 
 def as_text(table: Table) -> str:
     """The table for a terminal or a Markdown page, with what the numbers mean above and the missing cells below."""
     columns = [cell.column for cell in table.rows[0].cells] if table.rows else []
+    if table.device == "cpu":
+        where = f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
+        meaning = (
+            "plain: milliseconds and megabytes of the step without privacy; other columns: times as much as plain."
+        )
+    else:
+        where = f"on {table.machine}: median of {table.rounds} rounds"
+        meaning = "Milliseconds; times as much as the fastest ordinary step (plain … channels_last); peak gigabytes."
     lines = [
-        f"One training step on the CPU: median of {table.rounds} rounds, {table.threads} threads, torch {table.torch}.",
-        "plain: milliseconds and megabytes of the step without privacy; other columns: times as much as plain.",
+        f"One training step {where}, torch {table.torch}.",
+        meaning,
         "",
         "| model [batch] | " + " | ".join(columns) + " |",
         "|---" * (1 + len(columns)) + "|",
     ]
     for row in table.rows:
-        lines.append(f"| {row.title} [{row.batch}] | " + " | ".join(_words(cell) for cell in row.cells) + " |")
+        title = row.title if table.device == "cpu" else f"{row.title}, {row.precision}"
+        words = _words if table.device == "cpu" else _gpu_words
+        lines.append(f"| {title} [{row.batch}] | " + " | ".join(words(cell) for cell in row.cells) + " |")
     notes = [
         f"– {cell.column} on {row.title}: {cell.missing}" for row in table.rows for cell in row.cells if cell.missing
     ]
     if table.unsteady():
         notes.append(f"Do not trust {', '.join(table.unsteady())}: the machine was busy, run it again when it is idle.")
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _gpu_words(cell: Cell) -> str:
+    if cell.milliseconds is None or cell.ratio is None:
+        return "–"
+    memory = f", {cell.megabytes / 1024:.2f}" if cell.megabytes is not None else ""
+    return f"{cell.milliseconds:.2f} ({cell.ratio:.2f}×{memory})"
 
 
 def _words(cell: Cell) -> str:

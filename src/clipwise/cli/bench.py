@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from clipwise.bench import as_text, bench
+from clipwise.bench import as_text, bench, profiled
 from clipwise.config import BenchConfig
 from clipwise.types import whole
 
@@ -27,5 +27,11 @@ def run(config: BenchConfig) -> str:
         memory=config.memory,
         batch=config.batch,
         progress=lambda message: print(message, file=sys.stderr),
+        device=config.device,
+        precisions=config.precisions,
+        methods=config.methods,
     )
+    if config.profile:
+        for row in dict.fromkeys(row.row for row in table.rows):
+            print(profiled(row, config.device, config.batch), file=sys.stderr)
     return (json.dumps(table.as_dict(), indent=2, ensure_ascii=False) if config.json else as_text(table)) + "\n"

@@ -1,0 +1,75 @@
+"""Which layers a private step spends its extra time on.
+
+Receives: per-sample gradients, as a capture gave them.
+Gives: for each parameter, how its norm is computed and the measured milliseconds of its norm and its weighted sum.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from clipwise.bench.cases import CASES, GPU_CASES
+from clipwise.records import Capture, SampleGradients
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One parameter's share of a step, measured on its own and not compiled."""
+
+    name: str
+    form: str  # of its norm, as ``explain()`` names it
+    norm: float  # milliseconds
+    total: float  # milliseconds of the weighted sum
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.name:44} {self.form:10} norm {self.norm:8.3f} ms, sum {self.total:8.3f} ms"
+
+
+def slowest(gradients: SampleGradients, most: int = 10) -> list[Layer]:
+    """The parameters whose norm and sum take longest, the slowest first."""
+    forms = {
+        n: "vmap" if s.fallback else s.form.name if s.form else "backward"
+        for s in gradients.sites
+        for n in s.parameters
+    }
+    weights = torch.ones(gradients.samples, device=next(iter(gradients.like.values())).device)
+    layers = [
+        Layer(
+            name,
+            forms.get(name, "backward"),
+            _milliseconds(lambda records=records: [record.sq_norm() for record in records]),  # type: ignore[misc]
+            _milliseconds(lambda records=records: [record.total(weights) for record in records]),  # type: ignore[misc]
+        )
+        for name, records in gradients.records.items()
+    ]
+    return sorted(layers, key=lambda layer: -(layer.norm + layer.total))[:most]
+
+
+def profiled(row: str, device: str = "cpu", batch: int | None = None) -> str:
+    """A row's slowest layers, as text; on CUDA in bfloat16."""
+    on_cuda = device.split(":")[0] == "cuda"
+    case = replace((GPU_CASES if on_cuda else CASES)[row], device=device, narrow=on_cuda)
+    case = case if batch is None else replace(case, batch=batch)
+    layers = slowest(Capture(case.model(), case.losses)(case.data()))
+    return "\n".join([f"{case.title} [{case.batch}], the slowest layers, each measured on its own:", *map(str, layers)])
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    call()
+    times = []
+    for _ in range(ROUNDS):
+        wait()
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
