@@ -1,0 +1,350 @@
+"""``clipwise reproduce``: a figure or table of the papers, repeated and held against what they say.
+
+Receives: ReproduceConfig.
+Gives: for each experiment a folder with results.json, a plot and the runs; a table "measured | paper" and its claims.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from clipwise import methods, postprocess
+from clipwise.cli.runs import loss_of, network, new_folder, optimizers, resolved, run_one, splits_for
+from clipwise.cli.screen import Bar, rendered
+from clipwise.config import ReproduceConfig, TrainConfig, checked, made
+from clipwise.data import Splits
+from clipwise.engine import Here
+from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
+from clipwise.experiments.experiment import only
+from clipwise.experiments.measures import Curve
+from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
+from clipwise.experiments.plot import can_plot, plotted
+from clipwise.experiments.problem import place, posed
+from clipwise.experiments.results import summary, written
+from clipwise.methods import Method
+from clipwise.records import Capture, Loss
+from clipwise.report import RunFolder
+from clipwise.types import InputError, Refused, one_of, positive, whole
+
+MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
+SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
+READS_DATA = "Gradients, training accuracy and membership are read from the training data: not private."
+Curves = dict[str, Curve]
+
+
+def run(config: ReproduceConfig) -> str:
+    """List the experiments, or make them one after another."""
+    if config.list:
+        titles = known()
+        if config.json:
+            return json.dumps(titles, indent=2) + "\n"
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for name, title in titles.items():
+            table.add_row(name, Text(title))
+        return rendered(table)
+    if not config.experiments:
+        raise InputError("expected an experiment such as paper4/table2, got none: write clipwise reproduce --list")
+    if config.threads is not None:
+        torch.set_num_threads(whole("threads", config.threads))
+    planned = [read(name, config.scale) for name in config.experiments]  # all of them, before the first takes hours
+    answers = [_made(config, experiment) for experiment in planned]
+    if config.json:
+        found = [values for values, _ in answers]
+        return json.dumps(found[0] if len(found) == 1 else found, indent=2) + "\n"
+    return "" if config.quiet else "\n".join(text for _, text in answers)
+
+
+def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, Any], str]:
+    seeds = experiment.seeds if config.seeds is None else whole("seeds", config.seeds)
+    runs = only(experiment, config.only)
+    short = experiment.name.removesuffix(".toml").replace("/", "-").strip("-.")
+    study = _Study(config, experiment)
+    for one in runs:  # what is wrong with the last run is said before the first takes hours
+        methods.parse(study.plan(one, 0).method)
+    where = config.folder or str(new_folder(f"{short}-{experiment.scale}"))
+    place_ = Path(where) / short if config.folder and len(config.experiments) > 1 else Path(where)
+    folder = RunFolder(place_)
+    study.folder = folder.path
+    results = []
+    with Bar(quiet=config.quiet) as bar:
+        for number, one in enumerate(runs, start=1):
+            private = not (one.noise_free or experiment.problem or experiment.weights)
+            found = []
+            try:
+                for seed in range(seeds):
+                    bar.begin(one.name)
+                    began = time.monotonic()
+                    values, curves = study.run(one, number, seed, bar)
+                    found.append((values, curves, time.monotonic() - began))
+                results.append(averaged(one.name, private, found))
+            except Refused as refusal:  # what a paper does may have no proof; the other runs still tell something
+                results.append(Result(one.name, private, {}, {}, {}, 0.0, str(refusal)))
+    plots = plotted(experiment, results, folder.path)
+    values = _values(experiment, results, seeds, folder.path, plots)
+    folder.write("results.json", json.dumps(values, indent=2) + "\n")
+    return values, _text(experiment, results, values)
+
+
+@dataclass
+class _Study:
+    """What the runs of an experiment share: data that is read once, and how a model is looked at."""
+
+    config: ReproduceConfig
+    experiment: Experiment
+    folder: Path = Path()
+    loaded: dict[str, Splits] = field(default_factory=dict)
+
+    def run(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves]:
+        """One run: its final numbers and its curves."""
+        if self.experiment.weights:
+            final, curve = measures.weights(methods.parse(str(one.settings["method"])))
+            return final, {"weights": curve}
+        plan = self.plan(one, seed)
+        if self.experiment.problem is not None:
+            return self._posed(plan)
+        splits = self._splits(plan)
+        if one.noise_free:
+            return self._noise_free(plan, splits)
+        place_ = self.folder / f"{number}-{seed}"
+        rows: Curve = []
+        done = run_one(
+            resolved(plan), splits, place_, bar, partial(self._private_look, splits, rows, self._keys(plan, splits))
+        )
+        steps: Curve = [dict(measured) | seen for measured, seen in zip(done.metrics, rows, strict=True)]
+        final, curves = self._end(done.model, splits)
+        return summary(steps, final), {"steps": steps, **curves}
+
+    def plan(self, one: Planned, seed: int) -> TrainConfig:
+        """The run's settings, with what the command line says about where it runs."""
+        given = checked(TrainConfig, one.settings, f"the run {one.name!r} of {self.experiment.name}")
+        if (one.noise_free or self.experiment.problem is not None) and {"epsilon", "noise_multiplier"} & set(given):
+            raise InputError(f"the run {one.name!r} is without noise and can have no epsilon: leave it out")
+        own: dict[str, Any] = {
+            "seed": seed,
+            "device": self.config.device,
+            "quiet": self.config.quiet,
+            "diagnose_every": 0,
+        }
+        if self.config.model is not None:
+            own["model"] = self.config.model
+        plan = made(TrainConfig, given, own)
+        return replace(plan, data=_placed(plan.data, self.config.data_dir))
+
+    def _splits(self, plan: TrainConfig) -> Splits:
+        if plan.data not in self.loaded:
+            self.loaded[plan.data] = splits_for(plan, plan.model or "mlp")
+        return self.loaded[plan.data]
+
+    def _keys(self, plan: TrainConfig, splits: Splits) -> Tensor:
+        """The training samples that are looked at."""
+        return torch.arange(min(self.experiment.samples or plan.batch, len(splits.train)))
+
+    def _private_look(self, splits: Splits, rows: Curve, keys: Tensor, model: nn.Module, method: Method) -> None:
+        rows.append(self._look(model, splits, keys, method, Here(Capture(model, loss_of(splits)), keys)))
+
+    def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Here) -> dict[str, float]:
+        """What is measured while a run goes on, beside test accuracy."""
+        row: dict[str, float] = {}
+        if "train" in self.experiment.measures:
+            seen = measures.quality(model, splits.train.take(keys))
+            row |= {f"train_{name}": value for name, value in seen.items()}
+        if "gradients" in self.experiment.measures:
+            device = next(model.parameters()).device
+            with torch.random.fork_rng(devices=[]):
+                few = rows_of(splits.train, keys, device)
+                row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
+        return row
+
+    def _end(self, model: nn.Module, splits: Splits) -> tuple[dict[str, float], Curves]:
+        """What is measured of the final model."""
+        final: dict[str, float] = {}
+        curves: Curves = {}
+        if "calibration" in self.experiment.measures:
+            found, curves["reliability"] = measures.calibrated(model, splits.test)
+            final |= found
+        if "membership" in self.experiment.measures:
+            found, curves["roc"] = measures.attacked(model, splits.train, splits.test, self.experiment.samples)
+            final |= found
+        return final, curves
+
+    def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
+        model, _, splits = network(plan, splits)
+        method, steps = methods.parse(plan.method), _steps(plan, len(splits.train))
+        every = plan.evaluate_every or -(-steps // MEASUREMENTS)
+        keys = self._keys(plan, splits)
+        rows: Curve = []
+
+        def look(step: int, engine: Callable[[Tensor], Here]) -> None:
+            if step % every == 0 or step == steps:
+                seen = measures.quality(model, splits.test)
+                rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
+
+        iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
+        final, curves = self._end(model, splits)
+        if "window" in self.experiment.measures:
+            few = rows_of(splits.train, keys, next(model.parameters()).device)
+            found, curves["window"] = measures.window(Here(Capture(model, loss_of(splits)), keys), few, iterates)
+            final |= found
+        return summary(rows, final), {"steps": rows, **curves}
+
+    def _posed(self, plan: TrainConfig) -> tuple[dict[str, float], Curves]:
+        problem = self.experiment.problem
+        assert problem is not None  # the caller looked
+        model, loss, data = posed(problem)
+        steps = _steps(plan, len(data))
+        rows: Curve = [{"step": 0.0, **place(model, problem)}]
+        _descended(
+            plan,
+            model,
+            loss,
+            data,
+            methods.parse(plan.method),
+            steps,
+            lambda step, _: rows.append({"step": float(step), **place(model, problem)}),
+        )
+        return summary(rows, {}), {"steps": rows}
+
+
+def _descended(
+    plan: TrainConfig, model: nn.Module, loss: Loss, data: Any, method: Method, steps: int, look: Any, keep: int = 0
+) -> Any:
+    known_ = {"momentum": plan.momentum, "weight_decay": plan.weight_decay}
+    given = {name: value for name, value in known_.items() if value is not None}
+    rate = positive("learning_rate", plan.learning_rate or 0)
+    kind: Any = optimizers()[one_of("optimizer", plan.optimizer, optimizers())]
+    optimizer = kind(model.parameters(), lr=rate, **given)
+    return descend(
+        model,
+        loss,
+        data,
+        method,
+        optimizer,
+        steps=steps,
+        batch=plan.batch,
+        seed=plan.seed,
+        chunk=plan.chunk or 256,
+        scheduler=CosineAnnealingLR(optimizer, steps) if plan.schedule == "cosine" else None,
+        post=None if plan.post is None else postprocess.parse(plan.post),
+        keep=keep,
+        look=look,
+    )
+
+
+def _placed(data: str, folder: str) -> str:
+    """``cifar10?train=2000`` in the folder of data sets; DIR stands for that folder in a longer name."""
+    name, mark, options = data.partition("?")
+    if name == "digits":
+        return data
+    return data.replace("DIR", folder) if ":" in name else f"{name}:{Path(folder) / name}{mark}{options}"
+
+
+def _steps(plan: TrainConfig, samples: int) -> int:
+    return plan.steps or max(1, round(positive("epochs", plan.epochs or 0) * samples / whole("batch", plan.batch)))
+
+
+def _values(
+    experiment: Experiment, results: list[Result], seeds: int, folder: Path, plots: tuple[Path, ...]
+) -> dict[str, Any]:
+    """Everything, as plain values."""
+    measured = {result.name: result.values for result in results}
+    claims = [{**asdict(claim), "holds": holds(claim.check, measured)} for claim in experiment.claims]
+    return {
+        "experiment": experiment.name,
+        "title": experiment.title,
+        "shows": experiment.shows,
+        "scale": experiment.scale,
+        "note": experiment.note,
+        "seeds": seeds,
+        "folder": str(folder),
+        "plots": [str(plot) for plot in plots],
+        "lines": [
+            {**asdict(line), "measured": _finite(line.measured), "difference": line.difference}
+            for line in compared(experiment, results)
+        ],
+        "claims": claims,
+        "runs": [
+            {
+                "name": result.name,
+                "private": result.private,
+                "note": "" if result.private else NOT_PRIVATE,
+                "refused": result.refused,
+                "values": {name: _finite(value) for name, value in result.values.items()},
+                "spread": {name: _finite(value) for name, value in result.spread.items()},
+                "seconds": round(result.seconds, 3),
+                "settings": dict(next(run.settings for run in experiment.runs if run.name == result.name)),
+                "curves": {
+                    name: [{key: _finite(value) for key, value in row.items()} for row in curve]
+                    for name, curve in result.curves.items()
+                },
+            }
+            for result in results
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+def _text(experiment: Experiment, results: list[Result], values: Mapping[str, Any]) -> str:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("run", "quantity"):
+        table.add_column(name)
+    for name in ("measured", "paper", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for line in compared(experiment, results):
+        table.add_row(
+            Text("" if line.run == before else line.run),
+            line.quantity,
+            _with_spread(line.quantity, line.measured, line.measured_spread),
+            _with_spread(line.quantity, line.paper, line.paper_spread),
+            written(line.quantity, line.difference, signed=True),
+        )
+        before = line.run
+    for result in results:
+        if result.refused:
+            table.add_row(Text(result.name), "refused")
+    marks = {True: "✓", False: "✗", None: "?"}
+    parts: list[Any] = [Text(f"{experiment.name}: {experiment.title}", style="bold"), Text(experiment.shows), "", table]
+    parts += ["", *(Text(f"{marks[claim['holds']]} {claim['says']}") for claim in values["claims"])]
+    if not experiment.expected:
+        parts.append(Text("The paper's text states no number for this: its shape only."))
+    if any(claim["holds"] is None for claim in values["claims"]):
+        parts.append(Text("?: not measured at this scale, or left out by --only."))
+    parts += [Text(f"{result.name} was refused: {result.refused}") for result in results if result.refused]
+    notes = " ".join(_notes(experiment, results))
+    parts += [Text(notes)] if notes else []
+    if experiment.plot is not None and not can_plot():
+        parts.append(Text("No plot: matplotlib is not installed; write pip install matplotlib."))
+    return f"{rendered(*parts)}Written to {values['folder']}\n"
+
+
+def _notes(experiment: Experiment, results: list[Result]) -> list[str]:
+    """What a reader must know about the numbers."""
+    notes = [SMALL] if experiment.reduced else []
+    notes += [experiment.note] if experiment.note else []
+    free = [result.name for result in results if not result.private]
+    if free and not experiment.weights:
+        notes.append(f"{'Every run' if len(free) == len(results) else ', '.join(free)}: {NOT_PRIVATE}.")
+    if set(experiment.measures) - {"calibration"}:
+        notes.append(READS_DATA)
+    return notes
+
+
+def _with_spread(quantity: str, value: float | None, spread: float | None) -> str:
+    text = written(quantity, value)
+    return text if spread is None else f"{text.removesuffix(' %')} ± {written(quantity, spread)}"

@@ -1,0 +1,130 @@
+"""Clipped descent without noise: what clipping alone does. NOT PRIVATE: for analysis, never for a model to publish.
+
+Receives: a model, a loss, data, a method and an optimizer.
+Gives: descend, which moves the model by Σ w_i v_i/B; the sums of ``step.private_sum`` are used as they are, so that
+there is no release, no ledger and no ε.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from clipwise.data import Arrays
+from clipwise.engine import Here
+from clipwise.methods import Method
+from clipwise.postprocess import Post, identity
+from clipwise.randomness import SeededStream, Stream
+from clipwise.records import Capture, Loss, SampleGradients, trainable
+from clipwise.records.tape import mapped
+from clipwise.sampling import chunks, poisson, units
+from clipwise.step import fed_back, private_sum, zeros
+from clipwise.types import Batch, Gradient, InputError, whole
+
+NOT_PRIVATE = "not private: trained without noise, for analysis only"
+CHUNK = 256
+# (steps taken, the engine for these samples) → nothing; called after each step
+Look = Callable[[int, Callable[[Tensor], Here]], None]
+
+
+def descend(
+    model: nn.Module,
+    loss: Loss,
+    data: Arrays,
+    method: Method,
+    optimizer: Optimizer,
+    *,
+    steps: int,
+    batch: int,
+    seed: int = 0,
+    chunk: int = CHUNK,
+    scheduler: LRScheduler | None = None,
+    post: Post | None = None,
+    keep: int = 0,
+    look: Look | None = None,
+) -> tuple[Gradient, ...]:
+    """Train without noise, on Poisson batches that follow the seed; gives the last ``keep`` iterates, oldest first.
+
+    Guarantees: the same sums as a private step of this method, divided by the expected batch.
+    Edge cases: methods that change from step to step (adaptive, schedule, feedback in blocks) or keep a momentum for
+    each sample are refused.
+    """
+    blocks = method.feedback is not None and method.feedback.memory == "blocks"
+    if method.after is not None or method.recall is not None or method.companions or blocks:
+        raise InputError(f"a run without noise takes a method that is the same at every step, got {method}")
+    if whole("batch", batch) > len(data):
+        raise InputError(f"batch must be at most the {len(data)} samples of the data, got {batch}")
+    filtered: Any = None
+    filter_ = identity() if post is None else post
+    capture, stream = Capture(model, loss), SeededStream(seed)
+    past: tuple[Gradient, ...] = ()
+    iterates: tuple[Gradient, ...] = ()
+    mean: Gradient | None = None
+    error: Gradient | None = None
+    device = next(iter(trainable(model).values())).device
+    for step in range(whole("steps", steps)):
+        parameters = trainable(model)
+        drawn = stream.at(step)
+        indices = poisson(len(data), batch / len(data), drawn)
+        engine = partial(_engine, capture, int(drawn.uniform(1).item() * 2**53), past, mean)
+        residual = zeros(parameters) if method.feedback is not None else None
+        gradients = _gradients(method, engine, indices, data, batch, chunk, drawn, device)
+        private, _ = private_sum(method, parameters, gradients, residual)
+        total = {name: value for part in private.parts for name, value in part.value.items()}
+        if method.feedback is not None and residual is not None:
+            error = zeros(parameters) if error is None else error
+            sent, error = fed_back(method.feedback, error, residual, float(batch), False)
+            total = {name: value + sent[name] for name, value in total.items()}
+        here = {name: p.detach().clone() for name, p in parameters.items()}
+        past = (here, *past)[: method.past]
+        iterates = (*iterates, here)[-keep:] if keep else ()
+        count = batch / method.unit
+        mean = {name: value / count for name, value in total.items()}
+        # no noise: its deviation is zero in every entry
+        filtered, update = filter_.apply(filtered, mean, dict.fromkeys(mean, 0.0))
+        for name, parameter in parameters.items():
+            parameter.grad = update[name].to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None:
+            scheduler.step()
+        if look is not None:
+            look(step + 1, partial(_engine, capture, 0, past, mean))
+    return iterates
+
+
+def rows_of(data: Arrays, indices: Tensor, device: torch.device) -> Batch:
+    """The data of these samples, on the model's device."""
+    return mapped(data.rows(indices), lambda t: t.to(device))
+
+
+def _engine(capture: Capture, seed: int, past: tuple[Gradient, ...], mean: Gradient | None, samples: Tensor) -> Here:
+    return Here(capture, samples, seed=seed, past=past, released=mean)
+
+
+def _gradients(
+    method: Method,
+    engine: Callable[[Tensor], Here],
+    indices: Tensor,
+    data: Arrays,
+    batch: int,
+    chunk: int,
+    stream: Stream,
+    device: torch.device,
+) -> Iterator[SampleGradients]:
+    """v_i chunk by chunk; units of several samples come whole and are averaged."""
+    size = max(1, chunk // method.rows)
+    if method.unit == 1:
+        for piece in chunks(indices, size):
+            yield method.gradients(engine(piece), rows_of(data, piece, device))
+        return
+    for padded, taken in units(indices, round(batch / method.unit), size, stream):
+        piece = padded.flatten()
+        samples = method.gradients(engine(piece), rows_of(data, piece, device))
+        yield (1 / method.unit) * samples.masked(taken.flatten().to(device)).merged(padded.shape[1])

@@ -1,0 +1,131 @@
+"""A figure of an experiment's results, as PNG and SVG.
+
+Receives: the experiment's plot (kind, x and y) and the results with their curves.
+Gives: the files' paths; none where matplotlib is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clipwise.experiments.experiment import Experiment
+from clipwise.experiments.results import Result
+
+SIZE = (5.0, 3.6)  # inches, of one panel
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plotted(experiment: Experiment, results: Sequence[Result], folder: Path) -> tuple[Path, ...]:
+    """Draw the figure and write it; tables have none, and neither has an experiment where matplotlib is missing."""
+    if experiment.plot is None or not can_plot():
+        return ()
+    importlib.import_module("matplotlib").use("Agg")  # files only: there may be no screen
+    pyplot = importlib.import_module("matplotlib.pyplot")
+
+    plot = {"curve": "steps", "x": "step", "y": list(experiment.shown), "diagonal": False, "log": [], **experiment.plot}
+    drawn = {"lines": _lines, "bars": _bars, "histogram": _histogram, "heatmap": _heatmap}[plot["kind"]]
+    figure = drawn(pyplot, experiment, results, plot)
+    paper, _, which = experiment.name.removesuffix(".toml").rpartition("/")
+    note = " (small scale: not the paper's setting)" if experiment.reduced else ""
+    figure.suptitle(f"{Path(paper).name} {which}: {experiment.title}{note}", fontsize=9, wrap=True)
+    figure.tight_layout()
+    places = tuple(folder / f"{which}.{ending}" for ending in ("png", "svg"))
+    for place in places:
+        figure.savefig(place, dpi=150)
+    pyplot.close(figure)
+    return places
+
+
+def _panels(pyplot: Any, count: int) -> tuple[Any, list[Any]]:
+    across = min(3, max(1, count))
+    down = -(-max(1, count) // across)
+    figure, axes = pyplot.subplots(down, across, figsize=(SIZE[0] * across, SIZE[1] * down), squeeze=False)
+    for spare in axes.flat[count:]:
+        spare.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def _lines(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+    """A panel for each quantity with a line for each run."""
+    figure, axes = _panels(pyplot, len(plot["y"]))
+    for axis, quantity in zip(axes, plot["y"], strict=True):
+        for result in results:
+            rows = [row for row in result.curves.get(plot["curve"], []) if quantity in row]
+            marker = "." if len(rows) < 50 else None
+            if rows:
+                axis.plot(
+                    [row[plot["x"]] for row in rows], [row[quantity] for row in rows], marker=marker, label=result.name
+                )
+        if plot["diagonal"]:
+            axis.plot([0, 1], [0, 1], "k:", linewidth=0.8)
+        axis.set_xscale("log" if "x" in plot["log"] else "linear")
+        axis.set_yscale("log" if "y" in plot["log"] else "linear")
+        axis.set_xlabel(plot["x"])
+        axis.set_ylabel(quantity)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _bars(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+    """A panel for each quantity with a bar for each run, and the paper's number as a line on it."""
+    figure, axes = _panels(pyplot, len(plot["y"]))
+    for axis, quantity in zip(axes, plot["y"], strict=True):
+        shown = [result for result in results if quantity in result.values]
+        axis.barh([r.name for r in shown], [r.values[quantity] for r in shown], xerr=_errors(shown, quantity))
+        for place, result in enumerate(shown):
+            paper = experiment.expected.get(quantity, {}).get(result.name)
+            if paper is not None:
+                axis.plot([paper[0], paper[0]], [place - 0.4, place + 0.4], "k-", linewidth=2)
+        axis.invert_yaxis()
+        axis.set_xlabel(f"{quantity} (black: paper)")
+    return figure
+
+
+def _errors(results: Sequence[Result], quantity: str) -> list[float] | None:
+    return [r.spread[quantity] for r in results] if all(quantity in r.spread for r in results) else None
+
+
+def _histogram(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+    """A panel for each run with the values that its quantities took over the run."""
+    figure, axes = _panels(pyplot, len(results))
+    for axis, result in zip(axes, results, strict=True):
+        for quantity in plot["y"]:
+            values = [row[quantity] for row in result.curves.get(plot["curve"], []) if quantity in row]
+            axis.hist(values, bins=20, alpha=0.5, label=quantity)
+        axis.set_title(result.name, fontsize=8)
+        axis.set_ylabel("measurements")
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _heatmap(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+    """A panel for each entry of runs; rows and columns are the two things that it runs over."""
+    values = {result.name: result.values[plot["y"][0]] for result in results}
+    planned = [run for run in experiment.runs if run.name in values]
+    groups = list(dict.fromkeys(run.group for run in planned))
+    figure, axes = _panels(pyplot, len(groups))
+    low, high = min(values.values()), max(values.values())
+    for axis, group in zip(axes, groups, strict=True):
+        own = [run for run in planned if run.group == group]
+        down, across = list(own[0].at)[:2]
+        rows, columns = (list(dict.fromkeys(run.at[key] for run in own)) for key in (down, across))
+        table = [[float("nan")] * len(columns) for _ in rows]
+        for run in own:
+            i, j = rows.index(run.at[down]), columns.index(run.at[across])
+            table[i][j] = values[run.name]
+            axis.text(j, i, f"{values[run.name]:.3g}", ha="center", va="center", fontsize=7)
+        axis.imshow(table, vmin=low, vmax=high, cmap="viridis", aspect="auto")
+        axis.set_xticks(range(len(columns)), [str(c) for c in columns])
+        axis.set_yticks(range(len(rows)), [str(r) for r in rows])
+        axis.set_xlabel(across)
+        axis.set_ylabel(down)
+        axis.set_title(group.split("{")[0].strip(), fontsize=8)
+    return figure
