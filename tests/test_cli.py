@@ -349,7 +349,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     assert "No space left on device" in line
     assert line.endswith("clipwise train --resume run")
     kept = {path.name for path in (here / "run").iterdir()}
-    assert kept == {"ledger.jsonl", "metrics.jsonl", "checkpoint.pt", "settings.toml"}
+    assert kept == {"ledger.jsonl", "metrics.jsonl", "diagnostics.jsonl", "checkpoint.pt", "settings.toml"}
     monkeypatch.setattr(os, "fsync", real)
     assert main(["train", "--resume", "run", "--quiet"]) == 0
     # steps 1 and 2 were made twice: the first time after the only checkpoint, and they count

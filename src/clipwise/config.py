@@ -40,8 +40,16 @@ class Output:
 class Training(Output):
     """What a private run is made of beside its method."""
 
-    data: str = option("digits, or npz:PATH of a file with arrays x, y and perhaps x_test, y_test", "digits")
-    model: str | None = option("the network; unless named, digits_cnn for digits and mlp for other data", None)
+    data: str = option(
+        "digits, a set from its files (mnist, fashion_mnist, cifar10, cifar100, svhn, imdb, sst2, adult, wine_red or "
+        "california_housing, then :DIR), or a file of yours: npz:PATH with arrays x, y and perhaps x_test, y_test, "
+        "csv:PATH?label=NAME:no|yes, jsonl:PATH?…; ?train=2000&test=1000 takes a part",
+        "digits",
+    )
+    model: str | None = option(
+        "the network, see clipwise models, with options as in 'mlp(hidden=32)'; one that fits unless given",
+        None,
+    )
     vocabulary: int | None = option("number of different tokens, for models of tokens", None)
     epsilon: float | None = option("the privacy to keep; the noise is calibrated to it", None, group="privacy")
     noise_multiplier: float | None = option("the noise over the sensitivity, instead of epsilon", None, group="privacy")
@@ -60,13 +68,29 @@ class Training(Output):
     momentum: float | None = option("0.9 for sgd unless given", None)
     weight_decay: float | None = option("the optimizer's own unless given", None)
     schedule: str = option("of the learning rate: constant, or cosine, which falls to zero", "cosine")
+    post: str | None = option(
+        "filter of released gradients before the optimizer, such as 'heavy_ball(0.9)'; none unless given", None
+    )
+    public: int = option("test inputs taken as public, for batch_clipping; they are no longer tested on", 0)
     average: float | None = option("decay of a moving average of the weights, such as 0.95; none unless given", None)
     evaluate_every: int | None = option("steps between measurements; a tenth of the run unless given", None)
+    diagnose_every: int | None = option(
+        "steps between looks at what clipping does to the gradients of evaluation samples, for clipwise report; a "
+        "tenth of the run, and with clipwise train at least 50, unless given; 0 for none",
+        None,
+    )
+    tensorboard: bool = option("write the curves into the run's folder for TensorBoard too", False, kept=False)
     device: str = option("where the model is trained: cpu, cuda or cuda:1", "cpu", kept=False)
     compile: bool = option("compile the step for a fixed chunk: a minute or more at the start, then faster", False)
     seed: int = option("seed of the initial weights; the noise does not follow it", 0)
     threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, kept=False)
     quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)
+    json_lines: bool = option(
+        "print each measurement as a line of JSON while it trains, and the result as the last line",
+        False,
+        group="output",
+        kept=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +138,54 @@ class CalibrateConfig(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportConfig(Output):
+    """Settings of ``clipwise report``."""
+
+    runs: tuple[str, ...] = option(
+        "folders of finished runs, or of comparisons, which hold several", (), group="what", positional=True
+    )
+    folder: str | None = option(
+        "where to write the report; the run's or comparison's own folder unless given, runs/report-TIME for several",
+        None,
+        group="output",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseConfig(Output):
+    """Settings of ``clipwise advise``."""
+
+    data: str = option("the private data, as for clipwise train", "digits", group="what")
+    model: str | None = option("the network, see clipwise models; one that fits unless given", None, group="what")
+    vocabulary: int | None = option("number of different tokens, for models of tokens", None, group="what")
+    public: str | None = option(
+        "public data of the same kind to look at in its place, written like --data; random inputs unless given",
+        None,
+        group="what",
+    )
+    spend: float | None = option(
+        "look at the private data instead: release a noisy histogram of gradient norms that costs this ε",
+        None,
+        group="privacy",
+    )
+    epsilon: float | None = option("of the planned run; 3 unless given", None, group="privacy")
+    noise_multiplier: float | None = option("of the planned run, instead of epsilon", None, group="privacy")
+    delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")
+    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+    noise_seed: int | None = option("seeded noise for --spend, for tests only", None, group="privacy")
+    epochs: float | None = option("of the planned run; 20 unless steps are given", None, group="planned run")
+    steps: int | None = option("of the planned run, instead of epochs", None, group="planned run")
+    batch: int = option("expected number of samples in a step of the planned run", 256, group="planned run")
+    chunk: int | None = option("samples that go through the model at a time", None, group="work")
+    samples: int = option("of the proxy that are looked at", 512, group="work")
+    warm_up: int = option("ordinary steps on public data, to look at a model that has learnt", 100, group="work")
+    device: str = option("cpu, cuda or cuda:1", "cpu", group="work")
+    threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, group="work")
+    seed: int = option("seed of the initial weights and of random inputs", 0, group="work")
+    folder: str | None = option("where to write the advice; runs/advise-DATA-TIME unless given", None, group="output")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchConfig(Output):
     """Settings of ``clipwise bench``."""
 
@@ -123,6 +195,35 @@ class BenchConfig(Output):
     batch: int | None = option("batch of every row; each row's own unless given", None, group="measuring")
     memory: bool = option("measure peak memory", True, group="measuring")
     threads: int | None = option("processor threads; torch's choice unless given", None, group="measuring")
+    device: str = option("cpu or cuda, each with rows and columns of its own", "cpu", group="measuring")
+    precisions: tuple[str, ...] = option("on CUDA: bf16, tf32, float32", ("bf16", "tf32"), group="measuring")
+    methods: tuple[str, ...] = option("methods to measure too, such as psac or 'bam(flat())'", (), group="measuring")
+    profile: bool = option("name each row's slowest layers", False, group="measuring")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceConfig(Output):
+    """Settings of ``clipwise reproduce``."""
+
+    experiments: tuple[str, ...] = option(
+        "such as paper4/table2, or TOML files of yours", (), group="what", positional=True
+    )
+    list: bool = option("list the experiments", False, group="what")
+    scale: str = option(
+        "small: minutes on two processor cores, on a part of the data; full: the paper's", "small", group="what"
+    )
+    only: tuple[str, ...] = option(
+        "runs to make, by name or pattern such as 'psac*'; all unless given", (), group="what"
+    )
+    model: str | None = option("a network in the place of the experiment's own", None, group="what")
+    seeds: int | None = option("runs of each kind, to average; the scale's own unless given", None, group="what")
+    data_dir: str = option("the folder that holds the data sets, each in a folder of its name", "data", group="where")
+    device: str = option("where models are trained: cpu, cuda or cuda:1", "cpu", group="where")
+    threads: int | None = option("processor threads; torch's choice unless given", None, group="where")
+    folder: str | None = option(
+        "where to write results, plots and runs; runs/EXPERIMENT-SCALE-TIME unless given", None, group="output"
+    )
+    quiet: bool = option("print nothing but errors and warnings", False, group="output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +231,26 @@ class CiteConfig(Output):
     """Settings of ``clipwise cite``."""
 
     methods: tuple[str, ...] = option("methods to cite; all unless given", (), group="methods", positional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig(Output):
+    """Settings of ``clipwise audit``."""
+
+    run: tuple[str, ...] = option(
+        "the folder of a finished run, to audit its method, noise and model", (), group="what", positional=True
+    )
+    method: tuple[str, ...] = option("methods to audit, separated by ';'; all unless given", (), group="what")
+    noise_multiplier: float | None = option("the noise over the sensitivity; 1 unless given", None, group="privacy")
+    sampling_rate: float | None = option("of the steps that are composed; 0.1 unless given", None, group="privacy")
+    steps: int | None = option("that are composed; 100 unless given", None, group="privacy")
+    delta: float | None = option("the δ of (ε, δ); 1e-5 unless given", None, group="privacy")
+    confidence: float = option("of all lower bounds together", 0.95, group="privacy")
+    trials: int = option("looks at canaries in each step audit", 64_000, group="work")
+    canaries: int = option("of the audit from one run", 1000, group="work")
+    runs: int = option("whole runs with a canary, and as many without, where methods have memory", 400, group="work")
+    noise_seed: int | None = option("seeded noise, to repeat an audit; secure noise unless given", None, group="work")
+    quiet: bool = option("print no progress", False, group="output", kept=False)
 
 
 C = TypeVar("C", bound=Output)
@@ -195,11 +316,16 @@ def from_toml(settings: type[Output], path: str | Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} must be TOML, got {error}: write lines such as epsilon = 3") from error
+    return checked(settings, values, str(path))
+
+
+def checked(settings: type[Output], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The values, if each is a setting and of its type; ``where`` is what a message calls the place they stand in."""
     known = kinds(settings)
     for key in values:
         if key not in known:
-            raise InputError(f"unknown key {key!r} in {path}: {nearest(key, known)}")
-    return {key: _checked(f"{key} in {path}", known[key], value) for key, value in values.items()}
+            raise InputError(f"unknown key {key!r} in {where}: {nearest(key, known)}")
+    return {key: _checked(f"{key} in {where}", known[key], value) for key, value in values.items()}
 
 
 def _checked(name: str, kind: type, value: Any) -> Any:

@@ -1,7 +1,8 @@
 """The ``clipwise`` command: one file per subcommand, each imported when it is asked for.
 
 Receives: the arguments of the command line.
-Gives: an exit code: 0, 2 with one line on standard error for bad input, 130 after Ctrl-C.
+Gives: an exit code: 0, 1 for an audit that finds a false claim, 2 with one line on standard error for bad input,
+130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -39,18 +40,44 @@ COMMANDS = {
         "Train the same model by several methods and compare accuracy and clipping bias.",
         "clipwise compare --data digits --epsilon 3 --epochs 20",
     ),
+    "report": Command(
+        config.ReportConfig,
+        "Write one page about finished runs: which method is less biased, and why.",
+        "clipwise report runs/compare-digits-20260101-120000",
+    ),
+    "advise": Command(
+        config.AdviseConfig,
+        "Recommend a method and a clip norm, from public or random data, or from private data at a stated cost.",
+        "clipwise advise --data digits --epsilon 3",
+    ),
     "calibrate": Command(
         config.CalibrateConfig,
         "Find the noise multiplier that keeps an ε, or the ε that a noise multiplier costs.",
         "clipwise calibrate --epsilon 4 --delta 1e-5 --sampling-rate 0.04 --steps 1500",
+    ),
+    "audit": Command(
+        config.AuditConfig,
+        "Attack methods, or the configuration of a run, and hold what that shows against the ε that is claimed.",
+        "clipwise audit --method flat psac",
     ),
     "bench": Command(
         config.BenchConfig,
         "Time private training steps beside those of other libraries.",
         "clipwise bench --rows mnist_cnn --columns clipwise vmap",
     ),
+    "reproduce": Command(
+        config.ReproduceConfig,
+        "Repeat a figure or table of the papers, and hold what comes out against what they say.",
+        "clipwise reproduce paper4/figure2",
+    ),
+    "models": Command(config.Output, "List the networks, their sizes and their papers.", "clipwise models"),
     "cite": Command(config.CiteConfig, "Print what to cite for methods, as BibTeX.", "clipwise cite psac automatic"),
 }
+
+
+class Finding(Exception):
+    """A command's answer that is bad news: printed like any other, with exit code 1."""
+
 
 HELP = (
     "Differentially private training that measures and reduces the bias of per-sample clipping.\n\n"
@@ -67,6 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _one_line_warnings():
             _print(_answer(arguments))
+    except Finding as found:
+        _print(str(found))
+        return 1
     except InputError as error:
         return _say(f"error: {error}", 2)
     except KeyboardInterrupt as stop:

@@ -1,7 +1,7 @@
 """``clipwise compare``: the same model trained by several methods, from the same initial weights.
 
 Receives: CompareConfig.
-Gives: one run's folder per method, and a table of accuracy, ε and clipping bias as text or JSON.
+Gives: one run's folder per method, a table of accuracy, ε and clipping bias as text or JSON, and report.html.
 """
 
 from __future__ import annotations
@@ -10,30 +10,22 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import torch
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
 from clipwise import methods
 from clipwise.cli.runs import new_folder, resolved, run_one, short, splits_for, use_threads
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig
-from clipwise.data import Arrays
-from clipwise.diagnostics import clipping_bias
-from clipwise.diagnostics.bias import ClippingBias
-from clipwise.methods import Method
-from clipwise.records import per_sample
-from clipwise.training import cross_entropy
+from clipwise.report import epsilon_together, own, read, written
 from clipwise.types import InputError
 
-SAMPLES = 512  # of the evaluation data that bias is measured on
 NOTE = (
-    "Accuracy and bias are measured on evaluation data, which no ε covers: choosing the best method by this table is "
-    "a choice that the ε of its run does not cover either."
+    "This comparison is not private. Accuracy and bias are measured on evaluation data, which no ε covers; choosing "
+    "the best method by this table is a choice that the ε of its run does not cover: towards the training data it "
+    "costs the ε of all runs together."
 )
 
 
@@ -44,9 +36,9 @@ class Compared:
     method: str
     accuracy: float
     epsilon: float
-    bias: float  # direction error at the final model: 0 is unbiased
-    mean_bias: float  # over all measurements
-    clipped: float  # share of samples that were shortened, at the final model
+    bias: float | None  # direction error at the final model: 0 is unbiased; None where nobody looked
+    mean_bias: float | None  # over all looks
+    clipped: float | None  # share of samples that were shortened, at the final model
     seconds: float
     folder: str
 
@@ -64,34 +56,41 @@ def run(config: CompareConfig) -> str:
     assert model is not None  # it is resolved
     use_threads(config)
     splits = splits_for(config, model)
+    if splits.task == "regression":
+        raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
     folder = Path(config.folder or new_folder(f"compare-{short(config.data)}"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"the folder {folder} is not empty: choose another with --folder")
     rows = []
-    with Bar(quiet=config.quiet) as bar:
+    chosen = [methods.parse(plan.method) for _, plan in plans]
+    with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         for number, (text, plan) in enumerate(plans, start=1):
-            start, seen = time.monotonic(), list[ClippingBias]()
+            start = time.monotonic()
             bar.begin(f"{text:<{max(map(len, config.methods))}}")
-            place = folder / f"{number}-{methods.parse(plan.method).name.strip('_')}"
-            finished = run_one(plan, splits, place, bar, partial(_look, splits.test, seen))
+            place = folder / f"{number}-{chosen[number - 1].name.strip('_')}"
+            finished = run_one(plan, splits, place, bar, beside=chosen)
+            seen = [own(look) for look in finished.diagnostics]
             rows.append(
                 Compared(
                     method=text,
                     accuracy=finished.metrics[-1]["accuracy"],
                     epsilon=finished.epsilon,
-                    bias=seen[-1].direction_error,
-                    mean_bias=sum(bias.direction_error for bias in seen) / len(seen),
-                    clipped=seen[-1].clipped,
+                    bias=seen[-1]["direction_error"] if seen else None,
+                    mean_bias=sum(bias["direction_error"] for bias in seen) / len(seen) if seen else None,
+                    clipped=seen[-1]["clipped"] if seen else None,
                     seconds=round(time.monotonic() - start, 3),
                     folder=str(place),
                 )
             )
             if not config.quiet and not sys.stderr.isatty():
                 print(f"{text}: accuracy {rows[-1].accuracy:.1%}, {rows[-1].seconds:.1f} s", file=sys.stderr)
-    if config.json:
-        values = {"folder": str(folder), "delta": config.delta, "note": NOTE, "runs": [asdict(row) for row in rows]}
-        return json.dumps(values, indent=2) + "\n"
-    return "" if config.quiet else _table(rows, config.delta, len(splits.test), folder)
+    runs = read([row.folder for row in rows])
+    page, together = written(runs, folder)[0], epsilon_together(runs)
+    if config.json or config.json_lines:
+        values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
+        values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
+        return json.dumps(values, indent=None if config.json_lines else 2) + "\n"
+    return "" if config.quiet else _table(rows, together, config.delta, len(splits.test), page)
 
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
@@ -107,13 +106,7 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
         raise InputError(f"expected METHOD @ LEARNING RATE, got {text!r}: write for instance flat @ 0.5") from None
 
 
-def _look(data: Arrays, seen: list[ClippingBias], model: nn.Module, method: Method) -> None:
-    device = next(model.parameters()).device
-    few = tuple(t.to(device) for t in data.rows(torch.arange(min(SAMPLES, len(data)))))
-    seen.append(clipping_bias(per_sample(model, cross_entropy, few), method))
-
-
-def _table(rows: list[Compared], delta: float, evaluated: int, folder: Path) -> str:
+def _table(rows: list[Compared], together: float, delta: float, evaluated: int, page: Path) -> str:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("method", vertical="bottom")
     for name in ("accuracy", "ε", "bias", "mean\nbias", "clipped", "time"):
@@ -126,9 +119,8 @@ def _table(rows: list[Compared], delta: float, evaluated: int, folder: Path) -> 
             Text(row.method),
             f"{row.accuracy:.1%}",
             f"{row.epsilon:.3f}",
-            f"{row.bias:.1%}",
-            f"{row.mean_bias:.1%}",
-            f"{row.clipped:.0%}",
+            *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
+            "–" if row.clipped is None else f"{row.clipped:.0%}",
             f"{row.seconds:.1f} s",
             "best" if first else "",
             style="bold" if first else "",
@@ -139,6 +131,6 @@ def _table(rows: list[Compared], delta: float, evaluated: int, folder: Path) -> 
         f"δ = {delta:g}. Bias: share of the clipped mean gradient that does not lie along the true one, at the "
         "final model and averaged over the run; clipped: share of samples shortened at the final model.",
         f"One run each, measured on {evaluated} samples: small differences are chance; repeat it to see how large.",
-        NOTE,
+        f"{NOTE} That is {together:.3f}.",
     )
-    return f"{shown}Runs written to {folder}\n"
+    return f"{shown}Runs written to {page.parent}\nOpen {page} in a browser: which method is less biased, and why.\n"

@@ -46,7 +46,7 @@ def _parser(command: str, settings: type[Output], about: str) -> argparse.Argume
     words = [each for each in fields if each.metadata["positional"]]
     parser = _Parser(
         prog=f"clipwise {command}",
-        usage=f"clipwise {command} [options]" + (" [METHOD ...]" if words else ""),
+        usage=f"clipwise {command} [options]" + "".join(f" [{_word(each)} ...]" for each in words),
         description=about,
         allow_abbrev=False,
         add_help=False,
@@ -69,10 +69,15 @@ def _parser(command: str, settings: type[Output], about: str) -> argparse.Argume
     return parser
 
 
+def _word(each: dataclasses.Field[Any]) -> str:
+    """What the help calls one of the words that need no option: METHOD for ``methods``."""
+    return each.name.removesuffix("s").upper()
+
+
 def _add(group: argparse._ArgumentGroup, each: dataclasses.Field[Any], kind: type) -> None:
     text = each.metadata["help"].replace("%", "%%")
     if each.metadata["positional"]:
-        group.add_argument(each.name, metavar="METHOD", nargs="*", help=text)
+        group.add_argument(each.name, metavar=_word(each), nargs="*", help=text)
     elif kind is bool and each.default:
         group.add_argument(f"--no-{flag(each.name)[2:]}", dest=each.name, action="store_false", help=f"do not {text}")
         group.add_argument(flag(each.name), dest=each.name, action="store_true", help=argparse.SUPPRESS)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import json
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
@@ -27,15 +28,30 @@ from clipwise import methods, models, training
 from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
+from clipwise.diagnostics import Monitor, calibration
 from clipwise.methods import Method
-from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT
+from clipwise.private import Private, cross_entropy, squared_error
+from clipwise.records import Loss
+from clipwise.report.folder import CALIBRATION, CHECKPOINT, SETTINGS, STATEMENT, write
 from clipwise.sampling import chunks
 from clipwise.types import InputError, one_of, positive, whole
 
 EPOCHS = 20.0
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 ROWS = 1024  # evaluated at a time
-TOKENS = ("lstm_classifier", "small_transformer")
+LOOKED_AT = 256  # test samples whose gradients are diagnosed
+LOOKS_APART = 50  # steps at least, so that looks cost little
+# the network for each data set, unless one is named; mlp for the others
+NETWORKS = {
+    "digits": "digits_cnn",
+    "mnist": "mnist_cnn",
+    "fashion_mnist": "mnist_cnn",
+    "cifar10": "resnet20_enhanced",
+    "cifar100": "resnet20_enhanced",
+    "svhn": "resnet20_enhanced",
+    "imdb": "gru_enhanced",
+    "sst2": "gru_enhanced",
+}
 
 # (model, the method as it is at this step) → what else to measure; called at each measurement
 Look = Callable[[nn.Module, Method], None]
@@ -69,7 +85,7 @@ def resolved(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
         method=str(methods.parse(config.method)),
-        model=config.model or ("digits_cnn" if config.data == "digits" else "mlp"),
+        model=config.model or NETWORKS.get(config.data.partition("?")[0].partition(":")[0], "mlp"),
         learning_rate=(0.5 if sgd else 1e-3) if config.learning_rate is None else config.learning_rate,
         momentum=0.9 if sgd and config.momentum is None else config.momentum,
     )
@@ -79,7 +95,7 @@ def use_threads(config: Training) -> None:
     """Give torch its threads; the digits are so small that a second one only waits for the first."""
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
-    elif config.data == "digits":
+    elif short(config.data) == "digits":
         torch.set_num_threads(1)
 
 
@@ -92,7 +108,8 @@ def new_folder(name: str) -> Path:
 
 def short(data: str) -> str:
     """The data's name as a part of a file name."""
-    return Path(data.partition(":")[2]).stem if ":" in data else data
+    head = data.partition("?")[0]
+    return Path(head.partition(":")[2]).stem if ":" in head else head
 
 
 def settings_of(folder: str) -> TrainConfig:
@@ -108,19 +125,35 @@ def settings_of(folder: str) -> TrainConfig:
 def splits_for(config: Training, model: str) -> Splits:
     """The data, as tokens or as numbers, whichever the model takes."""
     splits = load(config.data)
-    tokens = not splits.train.data[0].is_floating_point()
-    if model not in TOKENS:
-        return splits if not tokens else replace(splits, train=_numbers(splits.train), test=_numbers(splits.test))
-    if not tokens:
+    vocabulary = config.vocabulary or splits.vocabulary
+    if not models.takes_tokens(model):
+        return replace(splits, train=_numbers(splits.train), test=_numbers(splits.test)) if splits.tokens else splits
+    if not splits.tokens:
         raise InputError(f"{model} takes whole numbers (tokens), got {config.data} with fractions: write --model mlp")
     for part in (splits.train, splits.test):
         low, high = part.data[0].aminmax()
-        if config.vocabulary is not None and not 0 <= low <= high < config.vocabulary:
+        if vocabulary is not None and not 0 <= low <= high < vocabulary:
             raise InputError(
-                f"tokens must be 0 to vocabulary − 1 = {config.vocabulary - 1}, got {int(low)} to {int(high)}: "
+                f"tokens must be 0 to vocabulary − 1 = {vocabulary - 1}, got {int(low)} to {int(high)}: "
                 f"write --vocabulary {int(high) + 1}"
             )
     return splits
+
+
+def loss_of(splits: Splits) -> Loss:
+    """Cross-entropy for classes, the squared error for numbers."""
+    return squared_error if splits.task == "regression" else cross_entropy
+
+
+def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
+    """What a run writes down about its test data: accuracy and mean loss, or the root of the mean squared error."""
+    if splits.task == "classes":
+        return accuracy(splits.test, model)
+    total = 0.0
+    for rows in chunks(torch.arange(len(splits.test)), ROWS):
+        batch = tuple(t.to(next(model.parameters()).device) for t in splits.test.rows(rows))
+        total += float(squared_error(model, batch).sum())
+    return {"error": splits.unit * (total / len(splits.test)) ** 0.5, "loss": total / len(splits.test)}
 
 
 def accuracy(data: Arrays, model: nn.Module) -> dict[str, float]:
@@ -134,24 +167,33 @@ def accuracy(data: Arrays, model: nn.Module) -> dict[str, float]:
     return {"accuracy": right / len(data), "loss": total / len(data)}
 
 
-def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: Look | None = None) -> training.Run:
-    """Train as the resolved settings say, resuming where ``config.resume``.
+def run_one(
+    config: TrainConfig,
+    splits: Splits,
+    folder: Path,
+    bar: Bar,
+    look: Look | None = None,
+    beside: Sequence[Method] = (),
+) -> training.Run:
+    """Train as the resolved settings say, resuming where ``config.resume``; diagnose ``beside`` other methods too.
 
     *Guarantees*: Ctrl-C waits for the end of the step, so that the checkpoint holds every release that the ledger has;
     a second one does not wait.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(whole("seed", config.seed, least=0))
-        model = models.build(config.model or "", splits.shape, splits.classes, config.vocabulary)
-    model.to(_device(config.device))
+    model, public, splits = network(config, splits)
+    device = next(model.parameters()).device
+    splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
     steps = _steps(config, len(splits.train))
     every = (
         -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
     )
+    # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart
+    apart = every if beside else every * -(-LOOKS_APART // every)
+    monitor = _monitor(config, splits, apart if config.diagnose_every is None else config.diagnose_every, beside)
     done, again = 0, f"clipwise train --resume {shlex.quote(str(folder))}"
     with _patient(bar) as heard:
 
-        def progress(private: training.Private, row: Mapping[str, float]) -> None:
+        def progress(private: Private, row: Mapping[str, float]) -> None:
             nonlocal done
             done = private.steps_taken
             bar(done, private.steps, row)
@@ -161,19 +203,21 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
                 raise KeyboardInterrupt
 
         try:
-            return training.train(
+            finished = training.train(
                 model,
-                training.cross_entropy,
+                loss_of(splits),
                 splits.train,
                 optimizer=partial(_optimizer, config),
                 scheduler=partial(_cosine, steps) if config.schedule == "cosine" else None,
-                evaluate=partial(accuracy, splits.test),
+                evaluate=partial(measured, splits),
                 evaluate_every=every,
                 average=config.average,
                 folder=folder,
                 resume=config.resume is not None,
                 progress=progress,
                 settings=to_toml(config),
+                monitor=monitor,
+                tensorboard=config.tensorboard,
                 method=config.method,
                 epsilon=config.epsilon,
                 noise_multiplier=config.noise_multiplier,
@@ -185,6 +229,8 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
                 accountant=config.accountant,
                 self_test=config.self_test,
                 compile=config.compile,
+                post=config.post,
+                public=public,
             )
         except KeyboardInterrupt:
             if not (folder / CHECKPOINT).is_file():
@@ -194,6 +240,55 @@ def run_one(config: TrainConfig, splits: Splits, folder: Path, bar: Bar, look: L
             if done and (folder / SETTINGS).is_file():
                 raise InputError(f"{error}; to resume, write {again}") from error
             raise
+    if splits.task == "classes":
+        _calibrated(finished.model, splits, folder)
+    return finished
+
+
+def _monitor(config: TrainConfig, splits: Splits, every: int, beside: Sequence[Method]) -> Monitor | None:
+    """A look at some of the test data; none where the method gives each sample public companions that rows lack."""
+    if whole("diagnose_every", every, least=0) == 0 or methods.parse(config.method).companions:
+        return None
+    rows = splits.test.rows(torch.arange(min(LOOKED_AT, config.chunk or LOOKED_AT, len(splits.test))))
+    return Monitor(rows, "evaluation", tuple(m for m in beside if not m.companions and m.feedback is None), every)
+
+
+def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
+    """Keep how honest the final model's confidences are, for the report."""
+    device = next(model.parameters()).device
+    model.eval()
+    with torch.no_grad():
+        outputs = [
+            model(splits.test.rows(rows)[0].to(device)).cpu() for rows in chunks(torch.arange(len(splits.test)), ROWS)
+        ]
+    logits, labels = torch.cat(outputs), splits.test.rows(torch.arange(len(splits.test)))[1].cpu()
+    if bool(logits.isfinite().all()):  # a run that diverged has no confidences
+        write(folder / CALIBRATION, json.dumps(calibration(logits, labels).as_dict(), indent=1) + "\n")
+
+
+def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | None, Splits]:
+    """The network before training, on its device; its public inputs, and the data without them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(whole("seed", config.seed, least=0))
+        vocabulary = config.vocabulary or splits.vocabulary
+        model = models.build(config.model or "", splits.shape, splits.classes, vocabulary, splits.task)
+    public, splits = _public(config, splits)
+    if public is not None:
+        model = models.Accompanied(model, public, methods.parse(config.method).companions)
+    return model.to(_device(config.device)), public, splits
+
+
+def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]:
+    """The first test inputs, where the method asks for public ones, and the data without them."""
+    if not methods.parse(config.method).companions:
+        return None, splits
+    if not 0 < config.public < len(splits.test):
+        raise InputError(
+            f"batch_clipping needs some of the {len(splits.test)} test inputs as public ones, got {config.public}: "
+            "write for instance --public 100"
+        )
+    inputs, _ = splits.test.rows(torch.arange(config.public))
+    return inputs, replace(splits, test=splits.test.take(torch.arange(config.public, len(splits.test))))
 
 
 def _device(name: str) -> torch.device:

@@ -6,6 +6,9 @@ Gives: Bar, a context, and rendered, which lays a table out for the terminal or 
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -15,12 +18,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Bar:
-    """One line per run with its steps, ε and accuracy at the last measurement, and the time left.
+    """One line per run with its steps, what was measured last (ε, accuracy, loss, share clipped), and the time left.
 
-    *Edge cases*: nothing is shown where standard error is not a terminal, or where ``quiet``.
+    With ``lines`` each measurement is also a line of JSON on standard output, for programs that watch.
+    *Edge cases*: no bar is shown where standard error is not a terminal, or where ``quiet``.
     """
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool, lines: bool = False) -> None:
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -33,7 +37,8 @@ class Bar:
             disable=quiet or not console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._started = False
+        self._started, self._lines, self._name = False, lines, ""
+        self._began, self._first, self._clipped = 0.0, 0, math.nan
 
     def __enter__(self) -> Self:
         """Show it."""
@@ -49,20 +54,39 @@ class Bar:
     def begin(self, name: str) -> None:
         """A new line; it pulses until the first step is done."""
         self._task, self._started = self._progress.add_task(name, total=None, measured="preparing"), False
+        self._name, self._clipped = name.strip(), math.nan
 
     def __call__(self, done: int, total: int, row: Mapping[str, float]) -> None:
         """Show how far the run is; ``row`` is its last measurement."""
         assert self._task is not None
         if not self._started:  # a resumed run does not begin at 0, which would spoil the time left
             self._progress.reset(self._task, total=total, completed=done)
-            self._started = True
-        measured = f"ε {row['epsilon']:.2f}, accuracy {row['accuracy']:.1%}" if row else ""
-        self._progress.update(self._task, completed=done, measured=measured)
+            self._started, self._began, self._first = True, time.monotonic(), done
+        self._clipped = row.get("clipped", self._clipped)  # not every measurement looks at gradients
+        self._progress.update(self._task, completed=done, measured=self._measured(row) if row else "")
+        if self._lines and row.get("step") == done:
+            print(self._line(done, total, row), flush=True)
+
+    def _measured(self, row: Mapping[str, float]) -> str:
+        parts = [f"ε {row['epsilon']:.2f}", " ".join(quality(row)), f"loss {row['loss']:.3g}"]
+        return ", ".join([*parts, *([f"clipped {self._clipped:.0%}"] if math.isfinite(self._clipped) else [])])
+
+    def _line(self, done: int, total: int, row: Mapping[str, float]) -> str:
+        each = (time.monotonic() - self._began) / max(1, done - self._first)  # the first step set the clock
+        values = {**row, "clipped": self._clipped, "seconds_left": round(each * (total - done), 1)}
+        # JSON has no NaN: what is not known, or diverged, is null
+        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return json.dumps({"run": self._name, **known, "step": done, "steps": total}, ensure_ascii=False)
 
     def stopping(self) -> None:
         """Say that Ctrl-C was heard."""
         if self._task is not None:
             self._progress.update(self._task, measured="stopping after this step; Ctrl-C again stops at once")
+
+
+def quality(row: Mapping[str, float]) -> tuple[str, str]:
+    """What a measurement says about the model: its name and its value."""
+    return ("accuracy", f"{row['accuracy']:.1%}") if "accuracy" in row else ("error", f"{row['error']:.4g}")
 
 
 def rendered(*parts: RenderableType) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from clipwise import methods
 from clipwise.cli.runs import new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
-from clipwise.cli.screen import Bar, rendered
+from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag, made
 from clipwise.training import Run
 from clipwise.types import InputError
@@ -33,21 +33,22 @@ def run(config: TrainConfig) -> str:
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
     start = time.monotonic()
-    with Bar(quiet=config.quiet) as bar:
+    with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
     if not all(map(math.isfinite, finished.metrics[-1].values())):
         warnings.warn(
             "the evaluation's loss is not finite: the run diverged; write a smaller --learning-rate", stacklevel=2
         )
-    if config.json:
-        return json.dumps(_values(config, finished, time.monotonic() - start), indent=2) + "\n"
+    if config.json or config.json_lines:
+        indent = None if config.json_lines else 2
+        return json.dumps(_values(config, finished, time.monotonic() - start), indent=indent) + "\n"
     return "" if config.quiet else _summary(finished, len(splits.test), time.monotonic() - start)
 
 
 def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
     """The settings of the run, with what this call says about output; anything else would make it another run."""
-    spoken = {name: getattr(config, name) for name in ("json", "quiet", "threads", "resume")}
+    spoken = {name: getattr(config, name) for name in ("json", "json_lines", "quiet", "threads", "resume")}
     for name, value in vars(config).items():
         if value != getattr(made(TrainConfig, spoken), name):
             raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
@@ -71,7 +72,8 @@ def _summary(finished: Run, evaluated: int, seconds: float) -> str:
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))
-    table.add_row("accuracy", f"[bold]{last['accuracy']:.1%}[/] of {evaluated} evaluation samples")
+    name, value = quality(last)
+    table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {evaluated} evaluation samples")
     table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} steps")
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")

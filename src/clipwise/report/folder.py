@@ -1,4 +1,4 @@
-"""A run's folder: settings, ledger, metrics, checkpoint, model, statement.
+"""A run's folder: settings, ledger, metrics, diagnostics, checkpoint, model, statement.
 
 Receives: what a run wants kept.
 Gives: files that are whole or absent: each is written beside its place and then moved there.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from clipwise.types import InputError
 
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
 MODEL, STATEMENT, STATEMENT_TEXT = "model.pt", "statement.json", "statement.txt"
+DIAGNOSTICS, CALIBRATION, AUDIT = "diagnostics.jsonl", "calibration.json", "audit.json"  # each only where it was made
+HIDDEN = "private-state.pt"  # not released by any step: it must not leave the machine, and goes when the run ends
 
 
 class RunFolder:
@@ -46,19 +49,7 @@ class RunFolder:
 
     def write(self, name: str, content: bytes | str) -> Path:
         """Write a file, whole or not at all."""
-        place, beside = self.path / name, self.path / f".{name}.partial"
-        try:
-            with beside.open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(place)
-        except OSError as error:
-            beside.unlink(missing_ok=True)
-            raise InputError(
-                f"cannot write {place} ({error.strerror or error}): free space or choose another folder, and resume"
-            ) from error
-        return place
+        return write(self.path / name, content, "free space or choose another folder, and resume")
 
     def save(self, name: str, value: Any) -> Path:
         """Write tensors and plain values."""
@@ -68,17 +59,51 @@ class RunFolder:
 
     def checkpoint(self) -> dict[str, Any]:
         """The last checkpoint."""
+        return self.load(CHECKPOINT)
+
+    def load(self, name: str) -> dict[str, Any]:
+        """Read what ``save`` wrote."""
         try:
-            found: dict[str, Any] = torch.load(self.path / CHECKPOINT, weights_only=True)
+            found: dict[str, Any] = torch.load(self.path / name, weights_only=True)
         except Exception as error:
-            raise InputError(f"cannot read {self.path / CHECKPOINT} ({type(error).__name__}: {error})") from error
+            raise InputError(f"cannot read {self.path / name} ({type(error).__name__}: {error})") from error
         return found
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every measurement so far."""
-        place = self.path / METRICS
+        return self._rows(METRICS)
+
+    def measured(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write all measurements; there are few, so the file is written anew."""
+        self._keep(METRICS, rows)
+
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Every look at gradients so far."""
+        return self._rows(DIAGNOSTICS)
+
+    def diagnosed(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write all looks at gradients."""
+        self._keep(DIAGNOSTICS, rows)
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        place = self.path / name
         return [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
 
-    def measured(self, rows: list[Mapping[str, Any]]) -> None:
-        """Write all measurements; there are few, so the file is written anew."""
-        self.write(METRICS, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+    def _keep(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.write(name, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+
+
+def write(place: Path, content: bytes | str, otherwise: str = "free space or choose another folder") -> Path:
+    """Write a file, whole or not at all; ``otherwise`` is what to do where it cannot be written."""
+    beside = place.parent / f".{place.name}.partial"
+    try:
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(place)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise InputError(f"cannot write {place} ({error.strerror or error}): {otherwise}") from error
+    return place

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from clipwise.accounting import Ledger
+from clipwise.types import BlockGaussian, Gaussian, MemoryGaussian
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Statement:
     method: str
     self_tested: bool
     fallbacks: tuple[str, ...]
+    also_released: tuple[str, ...]  # what was released of the training data beside the steps, and is in ε
+    entries: tuple[dict[str, Any], ...]  # every kind of release with its count
+    refused: tuple[str, ...]
     excluded: tuple[str, ...]
     versions: dict[str, str]
 
@@ -39,12 +43,17 @@ class Statement:
     def of(cls, ledger: Ledger, **known: Any) -> Statement:
         """The statement for everything in the ledger."""
         record = ledger.as_dict()
+        events = dict.fromkeys(event for event, _ in ledger.entries)
+        blocks, memory = (any(isinstance(e, kind) for e in events) for kind in (BlockGaussian, MemoryGaussian))
         return cls(
             epsilon=ledger.epsilon(known["delta"], known["accountant"]),
             relation=record["relation"],
-            sampling="Poisson",
+            sampling=GROUPED if blocks else REMEMBERED if memory else "Poisson",
             releases=record["releases"],
             discretisation=record["discretisation"],
+            also_released=tuple(e.what for e in events if isinstance(e, Gaussian)),
+            entries=tuple(record["totals"]),
+            refused=REFUSED,
             excluded=EXCLUDED,
             versions=versions(),
             **known,
@@ -67,15 +76,26 @@ class Statement:
             f"  method       {self.method}",
             f"  self-test    {tested}",
             f"  by vmap      {', '.join(self.fallbacks) or 'nothing'}",
+            f"  also in ε    {'; '.join(self.also_released) or 'nothing: the steps are all that was released'}",
+            f"  refused      {'; '.join(self.refused)}",
             f"  not covered  {'; '.join(self.excluded)}",
             f"  versions     {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
         ]
         return "\n".join(lines) + "\n"
 
 
+GROUPED = "Poisson within fixed groups, one group per step; a sample's group is its number modulo their count"
+REMEMBERED = "Poisson, with hidden memory of earlier draws"
+# What a run stops at, so that a statement is never made of it.
+REFUSED = (
+    "batches that are not Poisson draws",
+    "modules that mix rows of a batch",
+    "steps without noise",
+    "releases without a proof",
+)
 EXCLUDED = (
-    "choosing hyper-parameters by looking at results on the training data",
-    "statistics of the training data used before training (normalisation, vocabulary)",
+    "choosing among runs by their results",
+    "statistics of the training data used before training (normalisation, vocabulary), unless named above",
     "the evaluation data",
 )
 

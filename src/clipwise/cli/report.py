@@ -1,0 +1,36 @@
+"""``clipwise report``: one page about finished runs.
+
+Receives: ReportConfig.
+Gives: report.html, report.json and plots in a folder; their paths and the answer, as text or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.text import Text
+
+from clipwise.cli.runs import new_folder
+from clipwise.cli.screen import rendered
+from clipwise.config import ReportConfig
+from clipwise.report import read, written
+from clipwise.report.answer import answer, rows
+from clipwise.types import InputError
+
+
+def run(config: ReportConfig) -> str:
+    """Read the runs and write the report; one folder's report goes into that folder unless another is named."""
+    if not config.runs:
+        raise InputError(
+            "expected the folder of at least one run, got none: write for instance clipwise report runs/RUN"
+        )
+    found = read(config.runs)
+    folder = Path(config.folder or (config.runs[0] if len(config.runs) == 1 else new_folder("report")))
+    page, numbers, *plots = written(found, folder, plots=True)
+    told = [text.replace("*", "") for text in answer(rows(found)) if text]
+    if config.json:
+        places = {"report": str(page), "numbers": str(numbers), "plots": [str(plot) for plot in plots]}
+        return json.dumps({**places, "runs": len(found), "answer": told}, indent=2, ensure_ascii=False) + "\n"
+    drawn = f"plots for papers  {plots[0].parent}" if plots else "no plots: they need pip install matplotlib"
+    return f"{rendered(Text(' '.join(told)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}\n"

@@ -1,0 +1,171 @@
+"""What the numbers of several runs say, in a few sentences and a table.
+
+Receives: runs as they were recorded.
+Gives: Row for each run, and answer: who is least biased and why, in sentences whose names stand between asterisks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from clipwise.report.figures import fair
+from clipwise.report.runs import Recorded, own
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run in numbers; None is what nobody measured. Everything but ε, δ and the releases is not private."""
+
+    name: str
+    method: str
+    epsilon: float
+    delta: float
+    releases: int
+    accuracy: float | None
+    error: float | None  # of a regression, in the place of the accuracy
+    bias: float | None  # direction error, mean over the run's own looks: 0 is unbiased
+    same_bias: float | None  # the same, over the looks of all runs: the same gradients for every method
+    noise: float | None  # length of the noise over that of the clipped mean, geometric mean over looks
+    alignment: float | None  # cosine of what is released with the true mean, mean over looks
+    clipped: float | None  # share of samples that were shortened, mean over looks
+    same_clipped: float | None  # the same, over the looks of all runs
+    spread: float | None  # weight of a short gradient (5 % quantile) over that of a long one (95 %); 1 is equal
+    ece: float | None
+    audit: bool | None  # whether every claim held
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; JSON has no NaN."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
+
+def rows(runs: Sequence[Recorded]) -> list[Row]:
+    """The runs in numbers."""
+    same, clipped = fair(runs, "direction_error"), fair(runs, "clipped")
+    return [
+        Row(
+            name=run.name,
+            method=run.statement["method"],
+            epsilon=run.statement["epsilon"],
+            delta=run.statement["delta"],
+            releases=run.statement["releases"],
+            accuracy=run.last.get("accuracy"),
+            error=run.last.get("error"),
+            bias=_mean(run, "direction_error"),
+            same_bias=same[run.name],
+            noise=_noise(run),
+            alignment=_mean(run, "alignment"),
+            clipped=_mean(run, "clipped"),
+            same_clipped=clipped[run.name],
+            spread=_spread(run, runs),
+            ece=None if run.calibration is None else run.calibration["ece"],
+            audit=None if run.audit is None else bool(run.audit["passed"]),
+        )
+        for run in runs
+    ]
+
+
+def answer(found: Sequence[Row]) -> list[str]:
+    """The answer, its reason, and what it leaves open."""
+    if len(found) == 1:
+        return _single(found[0])
+    shared = [row for row in found if row.same_bias is not None]
+    measured = shared if len(shared) > 1 else [row for row in found if row.bias is not None]
+
+    def bias(row: Row) -> float:
+        return (row.same_bias if len(shared) > 1 else row.bias) or 0.0
+
+    if len(measured) < 2:
+        return _quality(found, None)
+    least, most = min(measured, key=bias), max(measured, key=bias)
+    on = "on the same gradients" if len(shared) > 1 else "over its own run"
+    said = [
+        f"*{least.name}* is the least biased: {on}, {bias(least):.0%} of its clipped mean points away from the true "
+        f"one. At the other end is *{most.name}* with {bias(most):.0%}.",
+        _reason(least, most),
+    ]
+    quiet = _best(found, lambda row: row.noise, min)
+    if quiet is not None and least.noise is not None and quiet is not least:
+        said.append(
+            f"Bias is half of it, noise the other half: one step’s noise is {least.noise:.2g} times as long as the "
+            f"gradient it hides with *{least.name}*, and {quiet.noise:.2g} times with *{quiet.name}*, the least."
+        )
+    return [*said, *_quality(found, _best(found, lambda row: row.alignment, max))]
+
+
+def _single(row: Row) -> list[str]:
+    reached = ""
+    if row.accuracy is not None:
+        reached = f" reached {row.accuracy:.1%} accuracy"
+    elif row.error is not None:
+        reached = f" ended with an error of {row.error:.4g}"
+    said = [f"*{row.name}*{reached or ' was trained'} at ε = {row.epsilon:.3g}, δ = {row.delta:g}."]
+    if row.bias is not None and row.clipped is not None:
+        said.append(
+            f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
+            "samples are shortened: means over the run."
+        )
+    return said
+
+
+def _reason(least: Row, most: Row) -> str:
+    if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
+        mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
+        return (
+            f"Why: it treats samples more equally. A short gradient weighs {mild} times as much as a long one with "
+            f"*{least.name}*, and {harsh} times with *{most.name}*; unclipped, all weigh the same."
+        )
+    few, many = least.same_clipped or least.clipped, most.same_clipped or most.clipped
+    if few is not None and many is not None and few < many:
+        return (
+            f"Why: it leaves more samples as they are. It shortens {few:.0%} of them, *{most.name}* {many:.0%}, and "
+            "what is cut off long gradients is missing from the mean."
+        )
+    return "Why: “Where the bias comes from” shows how unequally each method treats samples."
+
+
+def _quality(found: Sequence[Row], truest: Row | None) -> list[str]:
+    """Who is best where bias and noise meet, and who is most accurate."""
+    best = _best(found, lambda row: row.accuracy, max)
+    said = []
+    if truest is not None:
+        said.append(f"Both together, what *{truest.name}* releases points best along the true gradient.")
+    if best is not None:
+        also = "also " if best is truest else ""
+        said.append(f"The most accurate model is {also}*{best.name}*’s: {best.accuracy:.1%} at ε = {best.epsilon:.3g}.")
+    return [" ".join([*said, "One run each: small differences are chance."])] if said else []
+
+
+def _best(found: Sequence[Row], value: Callable[[Row], float | None], pick: Callable[..., Row]) -> Row | None:
+    known = [row for row in found if value(row) is not None and math.isfinite(value(row) or 0.0)]
+    return pick(known, key=value) if known else None
+
+
+def _mean(run: Recorded, name: str) -> float | None:
+    seen = [own(look)[name] for look in run.looks]
+    return sum(seen) / len(seen) if seen and all(each is not None for each in seen) else None
+
+
+def _noise(run: Recorded) -> float | None:
+    seen = [own(look)["signal_to_noise"] for look in run.looks]
+    return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _spread(run: Recorded, runs: Sequence[Recorded]) -> float | None:
+    """How unequally the run's method weighs samples, geometric mean over all looks; None where some are dropped."""
+    method = run.method
+    quantiles = [look["spread"]["quantiles"] for other in runs for look in other.looks]
+    if method.split is not None or method.after is not None or not quantiles:
+        return None
+    short, long = (method.weigh(torch.tensor([q[k] for q in quantiles], dtype=torch.float64)) for k in ("5%", "95%"))
+    ratio = float((short / long).log().mean().exp())
+    return ratio if math.isfinite(ratio) else None
+
+
+def _times(value: float) -> str:
+    """Two digits, without an exponent."""
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"

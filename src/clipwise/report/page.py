@@ -1,0 +1,349 @@
+"""One page about many runs: report.html, which opens from disk and needs nothing else, and the same as report.json.
+
+Receives: runs as they were recorded, and a folder.
+Gives: written: the paths of the page, the JSON and the plots; document: the frame of any such page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from clipwise.methods import Method
+from clipwise.report.answer import Row, answer, rows
+from clipwise.report.figures import Figure, Line, Rank, figures
+from clipwise.report.folder import AUDIT, write
+from clipwise.report.look import SCRIPT, STYLE
+from clipwise.report.plots import plotted
+from clipwise.report.runs import Recorded, epsilon_together
+from clipwise.report.svg import HUES, drawn, stacked
+from clipwise.types import Citation, InputError
+
+PAGE, NUMBERS, PLOTS = "report.html", "report.json", "plots"
+NOT_PRIVATE = (
+    "Not private: for the owner of the data only. Accuracy, bias, norms and calibration were measured on evaluation "
+    "samples, which no ε covers. What ε covers is the training data."
+)
+SMALL = (210, 190)  # of one of many panels
+
+
+def written(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> list[Path]:
+    """Write the page, the JSON and, where ``plots`` are asked for and matplotlib is installed, PNG and SVG files."""
+    shown = figures(runs)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot create the folder {folder} ({error.strerror or error}): choose another") from error
+    places = [write(folder / PAGE, page(runs, shown)), write(folder / NUMBERS, _json(runs, shown))]
+    return places + (plotted(shown, folder / PLOTS) if plots else [])
+
+
+def page(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
+    """The page as HTML."""
+    found, by_key = rows(runs), {figure.key: figure for figure in shown}
+    first, *more = answer(found)
+    body = [
+        f"<header><p class=brand>clipwise report</p>{TOGGLE}<h1>{escape(_title(runs))}</h1>",
+        f"<p class=sub>{escape(_setting(runs))}</p></header><main>",
+        f"<section class=answer aria-label='The answer'><p class=lead-in>{_marked(first)}</p>",
+        "".join(f"<p>{_marked(text)}</p>" for text in more if text),
+        f"<p class=warn><strong>Note.</strong> {escape(NOT_PRIVATE)}</p></section>",
+        _table(runs, found),
+        _section("Accuracy, privacy and bias", by_key, ("quality", "same-gradients")),
+        _section("Why methods differ", by_key, ("kept", "agreement")),
+        _section("Bias and noise over training", by_key, ("bias", "noise", "alignment"), "trio"),
+        _section("", by_key, ("norms",)),
+        _section("", by_key, ("reliability",)),
+        _privacy(runs),
+        _citations(runs),
+        "</main>",
+    ]
+    return document(_title(runs), "".join(body))
+
+
+def document(title: str, body: str) -> str:
+    """A whole page with this body; nothing in it is fetched from anywhere."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<style>{STYLE}{_emphasis()}</style></head><body>{body}<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+TOGGLE = '<button id=theme type=button aria-label="Switch between light and dark">Light / dark</button>'
+
+
+def figure_html(figure: Figure, width: int = 420) -> str:
+    """A figure with its title and how to read it."""
+    many = len(figure.panels) > 1 and figure.key != "kept"
+    if figure.key == "kept":
+        charts = stacked(figure.panels, width, (290, 150))
+    elif many:
+        charts = "".join(
+            drawn(panel, *SMALL, labelled=False, about=f"{figure.title}: {panel.title}") for panel in figure.panels
+        )
+    else:
+        charts = drawn(figure.panels[0], width, 290, about=f"{figure.title}. {_ends(figure)}")
+    return (
+        f'<figure id="{figure.key}"{" class=many" if many else ""}><figcaption><h3>{escape(figure.title)}</h3>'
+        f"<p>{escape(figure.caption)}</p></figcaption><div class=charts>{charts}</div></figure>"
+    )
+
+
+def _section(title: str, known: Mapping[str, Figure], keys: Iterable[str], layout: str = "pair") -> str:
+    width = 360 if layout == "trio" else 420
+    inside = "".join(figure_html(known[key], width) for key in keys if key in known)
+    heading = f"<h2>{escape(title)}</h2>" if title else ""
+    return f"<section>{heading}<div class={layout}>{inside}</div></section>" if inside else ""
+
+
+def _ends(figure: Figure) -> str:
+    """What the lines end at, for those who do not see them."""
+    said = []
+    for mark in figure.panels[0].marks:
+        if isinstance(mark, Line) and mark.dots:
+            said.append(f"{mark.name} {mark.y[-1]:.3g}")
+        elif isinstance(mark, Rank):
+            said += [f"{name} {value:.3g}" for name, value in zip(mark.names, mark.values, strict=True)]
+    return f"{figure.panels[0].y.label or figure.panels[0].x.label} in the end: {', '.join(said)}." if said else ""
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    about: str
+    value: Callable[[Row], float | None]
+    shown: Callable[[float], str]
+    best: Callable[[Iterable[float]], float] | None = None
+
+
+def _columns(found: Sequence[Row]) -> list[_Column]:
+    every = [
+        _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
+        _Column("error", "of the final model", lambda row: row.error, "{:.4g}".format, min),
+        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, "{:.3f}".format),
+        _Column("bias", "on the same gradients", lambda row: row.same_bias, "{:.1%}".format, min),
+        _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),
+        _Column("noise", "over the gradient’s length", lambda row: row.noise, "{:.2f}".format, min),
+        _Column("alignment", "of releases with the true gradient", lambda row: row.alignment, "{:.3f}".format, max),
+        _Column("clipped", "share of samples shortened", lambda row: row.clipped, "{:.0%}".format),
+        _Column("ECE", "calibration error", lambda row: row.ece, "{:.1%}".format, min),
+    ]
+    return [column for column in every if any(column.value(row) is not None for row in found)]
+
+
+def _table(runs: Sequence[Recorded], found: Sequence[Row]) -> str:
+    columns = _columns(found)
+    best = {
+        column.title: column.best(v for row in found if (v := column.value(row)) is not None and math.isfinite(v))
+        for column in columns
+        if column.best is not None and len(found) > 1 and any(_finite(column.value(row)) for row in found)
+    }
+    heads = "<th scope=col aria-sort=none><button type=button>method</button></th>" + "".join(
+        f"<th scope=col aria-sort=none class=num><button type=button>{escape(c.title)}</button>"
+        f"<small>{escape(c.about)}</small></th>"
+        for c in columns
+    )
+    lines = []
+    for number, row in enumerate(found):
+        cells = []
+        for column in columns:
+            value = column.value(row)
+            if not _finite(value) or value is None:
+                cells.append("<td class=num data-v=''>–</td>")
+                continue
+            mark = " best" if best.get(column.title) == value else ""
+            cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.shown(value)}</td>')
+        verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
+        lines.append(
+            f'<tr data-run="{number}"><th scope=row data-v="{escape(row.name, quote=True)}">{_swatch(number)}'
+            f'<a href="#run-{number}">{escape(row.name)}</a><small>{escape(row.method)}{verdict}</small></th>'
+            f"{''.join(cells)}</tr>"
+        )
+    return (
+        "<section><h2>The runs in numbers</h2>"
+        "<p class=sub>Choose a column’s title to sort by it. Bold is the best of its column. Bias, the share of the "
+        "clipped mean that points away from the true one, and noise, alignment and clipped are means over looks; a run "
+        "that stays far from its goal has long, clear gradients, so that its own bias is small.</p>"
+        "<div class=scroll role=region aria-label='The runs in numbers' tabindex=0>"
+        f"<table id=runs><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div></section>"
+    )
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _swatch(number: int) -> str:
+    return f'<i class=swatch style="--c:var(--s{number % HUES})"></i>'
+
+
+# ----------------------------------------------------------------------------------- privacy, audit and citations
+
+
+def _privacy(runs: Sequence[Recorded]) -> str:
+    said = []
+    if len(runs) > 1 and len({run.data for run in runs}) == 1:
+        delta = max(run.statement["delta"] for run in runs)
+        said.append(
+            "<p>Each ε covers its own run. Choosing among the runs by what this page shows of them is a choice that no "
+            "single run’s ε covers: towards the training data it costs the ε of all of them together, "
+            f"<strong>{epsilon_together(runs):.3f}</strong> at δ = {delta:g}.</p>"
+        )
+    for number, run in enumerate(runs):
+        stated = run.statement
+        said.append(
+            f'<details id="run-{number}"{" open" if len(runs) == 1 else ""}><summary>{_swatch(number)}'
+            f"{escape(run.name)}: ε = {stated['epsilon']:.3f}, δ = {stated['delta']:g}, "
+            f"{stated['releases']} releases</summary>"
+            f"<pre tabindex=0>{escape(run.stated.strip() or json.dumps(dict(stated), indent=1))}</pre>"
+            f"<p class=sub>From {escape(str(run.path))}</p>{_audit(run)}</details>"
+        )
+    return f"<section><h2>Privacy statements and audits</h2>{''.join(said)}</section>"
+
+
+def _audit(run: Recorded) -> str:
+    if run.audit is None:
+        command = f"clipwise audit {shlex.quote(str(run.path))} --json > {shlex.quote(str(run.path / AUDIT))}"
+        return (
+            "<p>Not audited. To attack this run’s configuration and hold what that shows against its ε, write "
+            f"<code>{escape(command)}</code></p>"
+        )
+    lines = "".join(
+        f"<tr><th scope=row>{escape(str(row['audit']))}</th>"
+        + "".join(f"<td class=num>{_number(row.get(name))}</td>" for name in ("claimed", "shown", "ceiling"))
+        + f"<td>{'holds' if row['passed'] else '<strong>FALSE</strong>'}</td></tr>"
+        for row in run.audit["rows"]
+    )
+    verdict = "every claim holds" if run.audit["passed"] else "<strong>a claim is FALSE</strong>"
+    return (
+        f"<p>Audit: {verdict}. An attack’s lower bound on ε must not be above what is claimed.</p>"
+        "<div class=scroll role=region aria-label='Audit' tabindex=0><table><thead><tr><th scope=col>audit</th>"
+        "<th scope=col class=num>claimed ε</th><th scope=col class=num>shown ≥</th>"
+        "<th scope=col class=num>could show</th>"
+        f"<th scope=col>verdict</th></tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _number(value: Any) -> str:
+    return "–" if not isinstance(value, (int, float)) else f"{value:.3g}" if value < 1e4 else "∞"
+
+
+def _citations(runs: Sequence[Recorded]) -> str:
+    items = "".join(
+        f"<details><summary>{escape(', '.join(names))}: {escape(paper.title)} ({paper.year})</summary>"
+        f"<pre tabindex=0>{escape(paper.bibtex())}</pre></details>"
+        for paper, names in _papers(runs).items()
+    )
+    return f"<section><h2>What to cite</h2>{items}</section>"
+
+
+def _papers(runs: Sequence[Recorded]) -> dict[Citation, list[str]]:
+    papers: dict[Citation, list[str]] = {}
+    for run in runs:
+        for method in _parts(run.method):
+            names = papers.setdefault(method.citation, [])
+            names += [method.name] if method.name not in names else []
+    return papers
+
+
+def _parts(value: object) -> Iterator[Method]:
+    """The method and those it is made of."""
+    if isinstance(value, Method):
+        yield value
+        yield from _parts(list(value.settings.values()))
+    elif isinstance(value, Mapping):
+        yield from _parts(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _parts(item)
+
+
+# ---------------------------------------------------------------------------------------------------------- words
+
+
+def _title(runs: Sequence[Recorded]) -> str:
+    places = list(dict.fromkeys(run.data for run in runs if run.data))
+    where = f" on {_last(places[0])}" if len(places) == 1 else ""
+    if len(runs) == 1:
+        return f"A private run with {runs[0].name}{where}"
+    return f"Which of {len(runs)} clipping methods bends the gradient least{where}?"
+
+
+def _last(data: str) -> str:
+    head = data.partition("?")[0]
+    return Path(head.partition(":")[2]).stem or head
+
+
+def _setting(runs: Sequence[Recorded]) -> str:
+    """What all runs share."""
+    first, said = runs[0], []
+    for name in ("data", "model"):
+        values = {(run.settings or {}).get(name) for run in runs}
+        if len(values) == 1 and None not in values:
+            said.append(str(values.pop()))
+    for name, text in (
+        ("releases", "{} steps"),
+        ("expected_batch", "{:g} samples a step expected"),
+        ("delta", "δ = {:g}"),
+    ):
+        if len({run.statement.get(name) for run in runs}) == 1 and name in first.statement:
+            said.append(text.format(first.statement[name]))
+    looks = next((run.looks[-1] for run in runs if run.looks), None)
+    if looks is not None:
+        said.append(f"gradients of {looks['samples']} {looks['data']} samples")
+    return " · ".join(said)
+
+
+def _marked(text: str) -> str:
+    """Names between asterisks stand out."""
+    pieces = escape(text).split("*")
+    return "".join(f"<b>{piece}</b>" if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def _emphasis() -> str:
+    """While one run is pointed at, the others fade."""
+    return "".join(f'[data-on="{n}"] .chart .s[data-run="{n}"]{{opacity:1}}' for n in range(40))
+
+
+def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
+    found = rows(runs)
+    values = {
+        "note": NOT_PRIVATE,
+        "not_private": True,
+        "answer": [text.replace("*", "") for text in answer(found) if text],
+        "runs": [
+            {
+                **row.as_dict(),
+                "folder": str(run.path),
+                "settings": run.settings,
+                "statement": run.statement,
+                "metrics": run.metrics,
+                "calibration": run.calibration,
+                "audit": run.audit,
+            }
+            for run, row in zip(runs, found, strict=True)
+        ],
+        "figures": [asdict(figure) for figure in shown],
+        "citations": [asdict(paper) | {"methods": names} for paper, names in _papers(runs).items()],
+    }
+    return json.dumps(_plain(values), indent=1, ensure_ascii=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Plain values without NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

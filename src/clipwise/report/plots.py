@@ -1,0 +1,91 @@
+"""The report's figures for papers: PNG and SVG files, drawn by matplotlib.
+
+Receives: Figure values and a folder.
+Gives: the files' paths; none where matplotlib is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clipwise.report.figures import Axis, Band, Bars, Figure, Line, Mark, Rank, Rule
+
+COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
+PLAIN = "#9a9993"
+
+
+def plotted(figures: Sequence[Figure], folder: Path) -> list[Path]:
+    """Draw every figure twice: pixels and vectors."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    importlib.import_module("matplotlib").use("Agg")  # files only: there may be no screen
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    folder.mkdir(parents=True, exist_ok=True)
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    places = []
+    with pyplot.rc_context({**style, "svg.fonttype": "none"}):  # text stays text
+        for figure in figures:
+            drawing = _drawn(pyplot, figure)
+            for ending in ("png", "svg"):
+                places.append(folder / f"{figure.key}.{ending}")
+                drawing.savefig(places[-1], dpi=200)
+            pyplot.close(drawing)
+    return places
+
+
+def _drawn(pyplot: Any, figure: Figure) -> Any:
+    count = len(figure.panels)
+    across = 1 if figure.key == "kept" else min(4, count)
+    down = -(-count // across)
+    size = (5.2, 3.4) if count == 1 else (5.2, 2.4 * down) if across == 1 else (2.4 * across, 2.3 * down)
+    drawing, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    for spare in axes.flat[count:]:
+        spare.set_visible(False)
+    for panel, ax in zip(figure.panels, axes.flat, strict=False):
+        for mark in panel.marks:
+            _mark(ax, mark)
+        _axis(ax, "x", panel.x)
+        _axis(ax, "y", panel.y)
+        ax.set_title(panel.title, fontsize=8, loc="left")
+        if sum(isinstance(mark, Line) for mark in panel.marks) > 1:
+            ax.legend(fontsize=7)
+    drawing.suptitle(figure.title, fontsize=10)
+    return drawing
+
+
+def _mark(ax: Any, mark: Mark) -> None:
+    if isinstance(mark, Rank):
+        ax.barh(mark.names, mark.values, color=[_colour(c) for c in mark.colours])
+        ax.invert_yaxis()
+    elif isinstance(mark, Line):
+        style = "-" if mark.colour < len(COLOURS) else "--"
+        ax.plot(mark.x, mark.y, style, color=_colour(mark.colour), label=mark.name, marker="." if mark.dots else None)
+    elif isinstance(mark, Band):
+        ax.fill_between(mark.x, mark.low, mark.high, color=_colour(mark.colour), alpha=mark.strength, linewidth=0)
+    elif isinstance(mark, Bars):
+        widths = [high - low for low, high in zip(mark.edges, mark.edges[1:], strict=False)]
+        ax.bar(mark.edges[:-1], mark.heights, widths, align="edge", color=_colour(mark.colour), edgecolor="white")
+    else:
+        _rule(ax, mark)
+
+
+def _rule(ax: Any, rule: Rule) -> None:
+    ax.plot(*zip(rule.start, rule.end, strict=True), color="#52514e", linestyle="--", linewidth=0.9)
+
+
+def _axis(ax: Any, which: str, axis: Axis) -> None:
+    if axis.log:
+        getattr(ax, f"set_{which}scale")("log")
+    getattr(ax, f"set_{which}label")(axis.label)
+    getattr(ax, f"set_{which}lim")(axis.low, axis.high)
+    if axis.percent:
+        ticker = importlib.import_module("matplotlib.ticker")
+        getattr(ax, f"{which}axis").set_major_formatter(ticker.PercentFormatter(1.0))
+
+
+def _colour(number: int) -> str:
+    return PLAIN if number < 0 else COLOURS[number % len(COLOURS)]

@@ -1,0 +1,130 @@
+"""Finished runs, read back from their folders.
+
+Receives: folders: of runs, or of comparisons, which hold several.
+Gives: Recorded for each run, under a short name of its own; what their own method did, and their ε together.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from clipwise import methods
+from clipwise.accounting import Ledger, spent
+from clipwise.methods import Method
+from clipwise.report.folder import AUDIT, CALIBRATION, DIAGNOSTICS, LEDGER, METRICS, SETTINGS, STATEMENT, STATEMENT_TEXT
+from clipwise.types import InputError
+
+NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one run's folder holds."""
+
+    path: Path
+    name: str  # short, and no other run's
+    statement: Values
+    metrics: tuple[Values, ...]
+    looks: tuple[Values, ...] = ()  # diagnostics; not private
+    calibration: Values | None = None
+    audit: Values | None = None
+    settings: Values | None = None
+    stated: str = ""  # the statement for people
+
+    @property
+    def method(self) -> Method:
+        """The method that it began with."""
+        return methods.parse(self.statement["method"])
+
+    @property
+    def last(self) -> Values:
+        """The last measurement."""
+        return self.metrics[-1] if self.metrics else {}
+
+    @property
+    def data(self) -> str | None:
+        """The data's name, where the settings are kept."""
+        return None if self.settings is None else self.settings.get("data")
+
+
+def read(paths: Iterable[str | Path]) -> list[Recorded]:
+    """The runs in these folders, in their order; a folder that is not a run's stands for the runs right inside it."""
+    found: list[Path] = []
+    for path in map(Path, paths):
+        inside = (
+            [path] if (path / STATEMENT).is_file() else sorted(place.parent for place in path.glob(f"*/{STATEMENT}"))
+        )
+        if not inside:
+            raise InputError(
+                f"there is no finished run in {path}: expected a folder with {STATEMENT}, or one with runs"
+            )
+        found += [place for place in inside if place not in found]
+    if not found:
+        raise InputError(
+            "expected the folder of at least one run, got none: write for instance clipwise report runs/RUN"
+        )
+    return _named([_read(place) for place in found])
+
+
+def own(look: Values) -> Values:
+    """What the run's own method did in a look: it stands first."""
+    return next(iter(look["methods"].values()))
+
+
+def epsilon_together(runs: Sequence[Recorded]) -> float:
+    """ε of all runs, at their largest δ: what is seen of them all, such as which was best, is made of all releases."""
+    entries = [entry for run in runs for entry in Ledger(run.path / LEDGER).entries]
+    accountants = {run.statement["accountant"] for run in runs}
+    return spent(entries, max(run.statement["delta"] for run in runs), "rdp" if accountants == {"rdp"} else "pld")
+
+
+def _read(place: Path) -> Recorded:
+    try:
+        statement = json.loads((place / STATEMENT).read_text())
+        for name in NEEDED:
+            statement[name]
+        settings = place / SETTINGS
+        return Recorded(
+            path=place,
+            name="",
+            statement=statement,
+            metrics=_lines(place / METRICS),
+            looks=_lines(place / DIAGNOSTICS),
+            calibration=_json(place / CALIBRATION),
+            audit=_json(place / AUDIT),
+            settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
+            stated=text.read_text() if (text := place / STATEMENT_TEXT).is_file() else "",
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{place} is not a run's folder as clipwise writes it ({error}): train the run again"
+        ) from error
+
+
+def _json(place: Path) -> Any:
+    return json.loads(place.read_text()) if place.is_file() else None
+
+
+def _lines(place: Path) -> tuple[Any, ...]:
+    return tuple(json.loads(line) for line in place.read_text().splitlines()) if place.is_file() else ()
+
+
+def _named(runs: list[Recorded]) -> list[Recorded]:
+    """The method's name where that tells runs apart, its expression otherwise, the folder's name as the last way."""
+    ways = (
+        lambda run: run.method.name.strip("_"),
+        lambda run: run.statement["method"],
+        lambda run: f"{run.method.name.strip('_')} · {run.path.name}",
+        lambda run: str(run.path),
+    )
+    names = [ways[0](run) for run in runs]
+    for way in ways[1:]:
+        twice = {name for name in names if names.count(name) > 1}
+        names = [way(run) if name in twice else name for run, name in zip(runs, names, strict=True)]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
