@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise
+from clipwise.engine import Here
 from clipwise.methods import flat, normalised
 from clipwise.records import Capture, oracle, trainable
 from clipwise.records.compiled import CompiledCapture
@@ -194,3 +195,45 @@ def test_convolutions_in_bfloat16_give_the_float64_norms_and_sums_of_what_they_s
     for name, (record,) in wide.items():
         expected = record.total(weights.double())
         assert (sums[name].double() - expected).norm() <= 1e-4 * (weights.double() @ record.sq_norm().sqrt())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "psac(1.0)",
+        "layerwise(flat(0.5))",
+        "inner_momentum(flat(0.5), horizon=2)",
+        "self_augmentation(automatic(), views=3)",
+        "inner_momentum(self_augmentation(psac(), views=2), horizon=1)",
+        "bam(flat(0.5), radius=0.1)",
+        "dp_sat(flat(0.5), radius=0.1)",
+        "disk(flat(0.5))",
+    ],
+)
+def test_every_method_sums_on_the_gpu_what_it_sums_on_the_cpu(text: str) -> None:
+    torch.manual_seed(0)
+    model, batch = pictures()
+    model.double()
+    past = tuple({n: p + 0.01 * torch.randn_like(p) for n, p in trainable(model).items()} for _ in range(2))
+    method = clipwise.methods.parse(text)
+    sums = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(model).to(device)
+
+        def there(values: Any, device: str = device) -> Any:
+            return {n: p.detach().to(device) for n, p in values.items()}
+
+        engine = Here(Capture(own, loss), torch.arange(N), 1, tuple(map(there, past)), there(past[0]))
+        rows = tuple(t.to(device, torch.float64 if t.is_floating_point() else t.dtype) for t in batch)
+        private, _ = private_sum(method, trainable(own), [method.gradients(engine, rows)])
+        sums.append({n: v.cpu() for n, v in private.parts[0].value.items()})
+    for name, value in sums[0].items():
+        torch.testing.assert_close(sums[1][name], value, rtol=1e-7, atol=1e-9)
+
+
+def test_chunks_fit_the_gpu_unless_the_user_says_otherwise() -> None:
+    model, data = nn.Linear(64, 10).cuda(), (torch.randn(3000, 64), torch.randint(0, 10, (3000,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 2, "batch": 2000, "noise": 0}
+    assert clipwise.make_private(model, optimizer, data, **plan)._chunk > 2000
+    assert clipwise.make_private(model, optimizer, data, chunk=100, **plan)._chunk == 100

@@ -91,3 +91,24 @@ def test_on_cuda_a_chunk_of_the_found_size_fits_and_twice_as_many_rows_do_not() 
         return device_peak(lambda: _pass(capture, repeated(data, count)), torch.device("cuda"))
 
     assert taken(chunk) <= 1.1 * room < 1.5 * taken(2 * chunk)
+
+
+def test_auto_chunks_hold_as_many_rows_as_fit_and_a_processor_keeps_to_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from clipwise import make_private, private
+
+    def made(**how: Any) -> Any:
+        model = nn.Linear(4, 2)
+        data = (torch.randn(400, 4), torch.zeros(400, dtype=torch.long))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return make_private(
+            model, optimizer, data, noise_multiplier=1.0, delta=1e-4, steps=1, batch=300, noise=0, **how
+        )
+
+    assert made(chunk="auto")._chunk == made()._chunk == private.CHUNK
+    assert made(chunk=7)._chunk == 7
+    with pytest.raises(InputError, match="whole number or 'auto'"):
+        made(chunk="all")
+    with pytest.raises(InputError, match="as a number with compile=True"):
+        made(chunk="auto", compile=True)

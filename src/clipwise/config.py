@@ -62,7 +62,7 @@ class Training(Output):
     epochs: float | None = option("passes over the data in expectation; 20 unless steps are given", None)
     steps: int | None = option("number of steps, instead of epochs", None)
     batch: int = option("expected number of samples in a step", 256)
-    chunk: int | None = option("samples that go through the model at a time; 256 unless given", None)
+    chunk: int | None = option("rows that go through the model at a time; 256 unless given, on a GPU as many as fit", None)
     optimizer: str = option("an optimizer of torch.optim by its name: sgd, adam, adamw, rmsprop, …", "sgd")
     learning_rate: float | None = option("0.5 for sgd and 0.001 for others unless given", None)
     momentum: float | None = option("0.9 for sgd unless given", None)
@@ -217,6 +217,11 @@ class ReproduceConfig(Output):
     )
     model: str | None = option("a network in the place of the experiment's own", None, group="what")
     seeds: int | None = option("runs of each kind, to average; the scale's own unless given", None, group="what")
+    set: tuple[str, ...] = option(
+        "settings of clipwise train in the place of the experiment's, such as epochs=2 chunk=2048 compile=true",
+        (),
+        group="what",
+    )
     data_dir: str = option("the folder that holds the data sets, each in a folder of its name", "data", group="where")
     device: str = option("where models are trained: cpu, cuda or cuda:1", "cpu", group="where")
     threads: int | None = option("processor threads; torch's choice unless given", None, group="where")

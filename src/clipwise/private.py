@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,8 @@ from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, written
 from clipwise.records.checks import refuse_modules, self_test
 from clipwise.records.compiled import CompiledCapture
-from clipwise.records.tape import mapped
+from clipwise.records.memory import free_bytes, largest_chunk
+from clipwise.records.tape import mapped, tensors
 from clipwise.report import Statement
 from clipwise.sampling import chunks, poisson, units
 from clipwise.step import Observed, fed_back, private_sum, zeros
@@ -276,6 +277,22 @@ class Private:
             # the group's expected size, a public constant, in the place of its own
             yield self._noted((1 / method.unit) * samples.masked(keep).merged(padded.shape[1]))
 
+    def fit_chunk(self) -> None:
+        """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
+        few = torch.arange(min(32, len(self.data)))
+        rows, method = self.rows(few), self.method
+        device = next(tensors(rows)).device
+        if device.type != "cuda":
+            return
+        fit = largest_chunk(
+            lambda some: method.gradients(self.engine(torch.arange(batch_size(some)), 0), some),
+            rows,
+            most=math.ceil(self.expected_batch + 4 * math.sqrt(self.expected_batch)),
+            # every past iterate's records are kept beside the others; there are none yet to measure
+            room=free_bytes(device) // (1 + method.past),
+        )
+        self._chunk = fit * method.rows
+
     def rows(self, piece: Tensor) -> Batch:
         """The data of these samples, on the model's device."""
         device = next(iter(trainable(self.model).values())).device
@@ -359,7 +376,7 @@ def make_private(
     epochs: float | None = None,
     steps: int | None = None,
     batch: int = 256,
-    chunk: int | None = None,
+    chunk: int | Literal["auto"] | None = None,
     noise: str | int = "secure",
     accountant: str = "pld",
     self_test: bool = True,
@@ -373,8 +390,9 @@ def make_private(
     """Private training for a loop of your own.
 
     Say how private by ``epsilon`` and ``delta`` (the noise is calibrated) or by ``noise_multiplier``; how long by
-    ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time;
-    ``noise="secure"`` draws from the operating system's entropy; a seed is for tests, and the statement names it.
+    ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time:
+    as many as fit the memory of a GPU, 256 on a processor, unless given. ``noise="secure"`` draws from the operating
+    system's entropy; a seed is for tests, and the statement names it.
     ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
     ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
     are what self_augmentation(augment="own") and batch_clipping ask for.
@@ -434,7 +452,7 @@ def make_private(
         delta=delta,
         steps=count,
         expected_batch=float(batch),
-        chunk=whole("chunk", _chunk(batch, rows, compile) if chunk is None else chunk),
+        chunk=_chunk(chunk, batch, rows, compile),
         stream=stream,
         ledger=Ledger() if ledger is None else ledger,
         accountant=accountant,
@@ -446,6 +464,8 @@ def make_private(
     )
     if self_test:
         _self_test(private, loss)
+    if chunk == "auto" or (chunk is None and not compile):
+        private.fit_chunk()
     return private
 
 
@@ -472,8 +492,14 @@ def _either(one: float | None) -> str:
     return "one of" if one is None else "only one of"
 
 
-def _chunk(batch: int, rows: int, compile: bool) -> int:
+def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int:
     """How many rows go through the model at a time; a compiled chunk holds nearly every Poisson batch whole."""
+    if isinstance(chunk, int):
+        return whole("chunk", chunk)
+    if chunk not in (None, "auto"):
+        raise InputError(f"chunk must be a whole number or 'auto', got {chunk!r}")
+    if compile and chunk == "auto":
+        raise InputError("expected chunk as a number with compile=True, since its graphs are of one size, got 'auto'")
     return min(rows, math.ceil(batch + 4 * math.sqrt(batch))) if compile else CHUNK
 
 

@@ -1,7 +1,8 @@
 """How many rows go through a model at a time: as many as fit.
 
 Receives: a capture, some rows, and the room in bytes.
-Gives: largest_chunk, from the memory of two small passes, since what a pass needs grows by the same for every row.
+Gives: free_bytes of a device; largest_chunk, from the memory of two small passes, since what a pass needs grows by
+the same for every row.
 """
 
 from __future__ import annotations
@@ -39,10 +40,7 @@ def largest_chunk(
     device = next(tensors(rows)).device
     if peak is None and device.type != "cuda":
         return most
-    if room is None:
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator's own
-        room = int(SPARE * (free + unused))
+    room = free_bytes(device) if room is None else room
     measure = peak or device_peak
     few, more = (min(n, most) for n in (FEW, 4 * FEW))
     if few == more:
@@ -52,6 +50,13 @@ def largest_chunk(
     if each <= 0:
         return most
     return max(1, min(most, math.floor((room - taken[0]) / each + few)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that a pass may take."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator's own
+    return int(SPARE * (free + unused))
 
 
 def _pass(capture: Callable[[Batch], SampleGradients], rows: Batch) -> object:
