@@ -23,7 +23,7 @@ from clipwise.models import MODELS, build, digits_cnn, mnist_cnn, resnet20_gn, s
 from clipwise.models.resnet import BLOCKS
 from clipwise.models.standardise import Coordinates, StandardisedConv2d
 from clipwise.records.checks import self_test
-from clipwise.records.standardise import standardise
+from clipwise.records.standardise import pulled_back, standardise
 from clipwise.types import InputError
 
 # shapes of one sample that are smaller than those of the data that a network was made for, where it takes them
@@ -219,6 +219,21 @@ def test_whoever_follows_a_model_sees_the_standardisation_as_one_call() -> None:
     (weight, gain), options = found[0]
     assert weight is layer.weight and gain is layer.gain and options == {"form": "variance"}
     assert not {"mean", "std", "var"} & {getattr(function, "__name__", "") for function, _, _ in calls}
+
+
+@pytest.mark.parametrize("form", ["std", "variance"])
+@pytest.mark.parametrize("spread", [1.0, 1e-3, 0.0])
+def test_gradients_go_back_through_standardisation_as_autograd_takes_them(form: str, spread: float) -> None:
+    torch.manual_seed(0)
+    weight = (0.3 + spread * torch.randn(4, 3, 2, 2, dtype=torch.float64)).requires_grad_()
+    gain = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    gradients = torch.randn(5, 4, 3, 2, 2, dtype=torch.float64)
+    made = standardise(weight, gain, form=form)
+    expected = torch.autograd.grad(made, (weight, gain), gradients, is_grads_batched=True)
+    torch.testing.assert_close(pulled_back(gradients, weight, gain, form=form), expected)
+    alone = standardise(weight, form=form)
+    expected = torch.autograd.grad(alone, weight, gradients, is_grads_batched=True)
+    torch.testing.assert_close(pulled_back(gradients, weight, form=form)[0], expected[0])
 
 
 def test_a_weight_of_one_number_per_output_cannot_be_standardised() -> None:

@@ -276,3 +276,19 @@ def test_the_batch_is_left_as_it_was() -> None:
     before = x.clone()
     self_test(network(), loss, (x,))
     assert torch.equal(x, before) and len(x) == SAMPLES
+
+
+@pytest.mark.parametrize("name", ["resnet14_gn", "resnet14_enhanced", "gru"])
+def test_a_model_that_computes_in_bfloat16_passes(name: str) -> None:
+    from clipwise import models
+
+    torch.manual_seed(0)
+    words = name == "gru"
+    model = models.build(name, (12,) if words else (1, 8, 8), 3, 50 if words else 0)
+    x = torch.randint(0, 50, (4, 12)) if words else torch.rand(4, 1, 8, 8)
+
+    def narrow(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    self_test(model, narrow, (x, torch.tensor([0, 1, 2, 0])))

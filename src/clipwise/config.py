@@ -62,7 +62,9 @@ class Training(Output):
     epochs: float | None = option("passes over the data in expectation; 20 unless steps are given", None)
     steps: int | None = option("number of steps, instead of epochs", None)
     batch: int = option("expected number of samples in a step", 256)
-    chunk: int | None = option("rows that go through the model at a time; 256 unless given, on a GPU as many as fit", None)
+    chunk: int | None = option(
+        "rows that go through the model at a time; 256 unless given, as many as fit on a GPU", None
+    )
     optimizer: str = option("an optimizer of torch.optim by its name: sgd, adam, adamw, rmsprop, …", "sgd")
     learning_rate: float | None = option("0.5 for sgd and 0.001 for others unless given", None)
     momentum: float | None = option("0.9 for sgd unless given", None)
@@ -81,6 +83,7 @@ class Training(Output):
     )
     tensorboard: bool = option("write the curves into the run's folder for TensorBoard too", False, kept=False)
     device: str = option("where the model is trained: cpu, cuda or cuda:1", "cpu", kept=False)
+    precision: str = option("what the model computes in: float32, or bf16, which a GPU does faster", "float32")
     compile: bool = option("compile the step for a fixed chunk: a minute or more at the start, then faster", False)
     seed: int = option("seed of the initial weights; the noise does not follow it", 0)
     threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, kept=False)
@@ -253,7 +256,10 @@ class AuditConfig(Output):
     confidence: float = option("of all lower bounds together", 0.95, group="privacy")
     trials: int = option("looks at canaries in each step audit", 64_000, group="work")
     canaries: int = option("of the audit from one run", 1000, group="work")
-    runs: int = option("whole runs with a canary, and as many without, where methods have memory", 400, group="work")
+    runs: int = option("whole runs with a canary, and as many without, where methods have memory", 600, group="work")
+    shadows: int = option(
+        "models to train on halves of a run's data, for the likelihood-ratio attack; 0: none", 0, group="work"
+    )
     noise_seed: int | None = option("seeded noise, to repeat an audit; secure noise unless given", None, group="work")
     quiet: bool = option("print no progress", False, group="output", kept=False)
 

@@ -184,7 +184,8 @@ class Private:
         self._drawn = None
         released = release(private, event, batch.stream)
         self.ledger.record(released.event)  # before anything uses what was released
-        self.hidden = following
+        # At once: whatever fails below, no later step may draw from this one's group in the same block.
+        self.hidden, self.steps_taken = following, self.steps_taken + 1
         # the expected number of units is a public constant; the realised one is not
         units = self.expected_batch / method.unit
         mean = {name: value / units for name, value in released.gradient.items()}
@@ -201,7 +202,6 @@ class Private:
             self._stepping = False
         self.optimizer.zero_grad(set_to_none=True)
         self.method = self.method.next(released, self.expected_batch)
-        self.steps_taken += 1
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -253,11 +253,12 @@ class Private:
     def resumed(self, step: int, method: Method, state: PublicState, hidden: Gradient | None) -> None:
         """Go on from a checkpoint.
 
-        A block may hold a sample once. What was done of it since the checkpoint is unknown, so a new one begins.
+        Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
+        "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
         self.steps_taken, self.method, self.state = step, method, state
         self._begun = step
-        self.hidden = None if self.dice is not None and self.dice.groups > 1 else hidden
+        self.hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
     def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
         """v_i chunk by chunk; units of several samples come whole."""
@@ -442,6 +443,7 @@ def make_private(
         else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant)
     )
     refuse_modules(model)
+    _refuse_ranks(model)
     private = Private(
         model,
         optimizer,
@@ -511,7 +513,8 @@ def _seed(noise: str | int) -> int:
 
 def _self_test(private: Private, loss: Loss) -> None:
     """The self-test, on the rows that the method gives the model: with views or public companions, say."""
-    few = torch.arange(min(4, len(private.data)))
+    # far apart: neighbours may be alike, and then changing one into another would change nothing
+    few = torch.linspace(0, len(private.data) - 1, min(4, len(private.data)), dtype=torch.float64).round().long()
     seen: list[Batch] = []
 
     def look(rows: Batch) -> SampleGradients:
@@ -520,6 +523,21 @@ def _self_test(private: Private, loss: Loss) -> None:
 
     private.method.gradients(replace(private.engine(few, 0), fast=look), private.rows(few))
     self_test(private.model, loss, seen[0])
+
+
+def _refuse_ranks(model: nn.Module) -> None:
+    """Refuse several processes: each would draw noise of its own, and a ledger would count its own releases alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if distributed else 1
+    if ranks > 1:
+        raise Refused(
+            f"a private run is one process, got one of {ranks} ranks: noise drawn once per rank, or twice the same, is "
+            "not the noise that ε is computed from; train in one process, without torch.distributed"
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise Refused(
+            f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
+        )
 
 
 def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,8 @@ from clipwise.types import Event, InputError, PoissonGaussian, fraction, positiv
 # calibrate ends when the noise multiplier is known this well, relative to the least that would do
 TOLERANCE = 5e-4
 MOST_NOISE = 1e6
+# how much coarser the grid is on which calibrate looks first
+ROUGH = 10
 
 
 def epsilon(
@@ -44,16 +46,19 @@ def least_noise(
     target = positive("epsilon", epsilon)
     fraction("delta", delta, open_end=True)
 
-    def search(start: float, step: float, tolerance: float, coarser: int = 1) -> float:
-        def cost(noise: float) -> float:
-            return spent(entries(noise), delta, accountant, coarser=coarser)
+    def cost(noise: float, coarser: int = 1) -> float:
+        return spent(entries(noise), delta, accountant, coarser=coarser)
 
-        return _least(cost, target, start, step, tolerance)
+    def rough(target: float, start: float, step: float) -> float:
+        return _least(lambda noise: cost(noise, ROUGH), target, start, step, TOLERANCE / 50)
 
-    if accountant == "pld" and target >= 1:
-        # A grid ten times coarser is ten times faster and nearly right; two evaluations on the fine one then confirm.
-        return search(search(1.0, 1.0, TOLERANCE / 50, coarser=10), TOLERANCE, TOLERANCE)
-    return search(1.0, 1.0, TOLERANCE)
+    if accountant != "pld" or target < 1:
+        return _least(cost, target, 1.0, 1.0, TOLERANCE)
+    # A coarser grid is as much faster and says a little more. How much more it says where it meets the target tells
+    # what to look for on it; two evaluations on the fine grid then confirm.
+    near = rough(target, 1.0, 1.0)
+    start = rough(2 * target - cost(near), near, 0.01) * (1 + TOLERANCE / 10)  # on the safe side, if only just
+    return _least(cost, target, start, TOLERANCE, TOLERANCE)
 
 
 def _least(cost: Callable[[float], float], target: float, start: float, step: float, tolerance: float) -> float:

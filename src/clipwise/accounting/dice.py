@@ -57,7 +57,7 @@ class Plan:
         if whole("groups", self.groups) * self.sampling_rate > 1 + 1e-9:
             raise InputError(
                 f"groups={self.groups} would draw at a rate of {self.groups * self.sampling_rate:.4g}, above 1: write "
-                f"groups={math.floor(1 / self.sampling_rate + 1e-9)} at most, or a smaller batch"
+                f"groups={math.floor(1 / self.sampling_rate + 1e-9)} at most (the blocks of dice), or a smaller batch"
             )
 
     @property

@@ -32,11 +32,13 @@ from clipwise.diagnostics import Monitor, calibration
 from clipwise.methods import Method
 from clipwise.private import Private, cross_entropy, squared_error
 from clipwise.records import Loss
+from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, SETTINGS, STATEMENT, write
 from clipwise.sampling import chunks
-from clipwise.types import InputError, one_of, positive, whole
+from clipwise.types import Batch, InputError, one_of, positive, whole
 
 EPOCHS = 20.0
+PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 ROWS = 1024  # evaluated at a time
 LOOKED_AT = 256  # test samples whose gradients are diagnosed
@@ -140,9 +142,15 @@ def splits_for(config: Training, model: str) -> Splits:
     return splits
 
 
-def loss_of(splits: Splits) -> Loss:
-    """Cross-entropy for classes, the squared error for numbers."""
-    return squared_error if splits.task == "regression" else cross_entropy
+def loss_of(splits: Splits, precision: str = "float32") -> Loss:
+    """The loss that the data's labels ask for, one value per sample; in bf16 sums and noise stay in float32."""
+    loss = squared_error if splits.task == "regression" else cross_entropy
+    return loss if one_of("precision", precision, PRECISIONS) == "float32" else partial(_narrow, loss)
+
+
+def _narrow(loss: Loss, model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast(next(tensors(batch)).device.type, torch.bfloat16):
+        return loss(model, batch)
 
 
 def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
@@ -205,7 +213,7 @@ def run_one(
         try:
             finished = training.train(
                 model,
-                loss_of(splits),
+                loss_of(splits, config.precision),
                 splits.train,
                 optimizer=partial(_optimizer, config),
                 scheduler=partial(_cosine, steps) if config.schedule == "cosine" else None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
 from clipwise.methods.method import Feedback, Memory, Method, wrapped
-from clipwise.types import InputError, at_least_zero, one_of, whole
+from clipwise.types import InputError, Refused, at_least_zero, one_of, whole
 
 
 def dice(
@@ -31,8 +31,15 @@ def dice(
     feedback_norm = at_least_zero("feedback_norm", feedback_norm)
     one_of("memory", memory, ("full", "none", "blocks", "bounded"))
     blocks = whole("blocks", blocks)
-    if isinstance(inner, Method) and (inner.split or inner.count or inner.after or inner.recall or inner.unit > 1):
-        raise InputError(f"dice takes a method with one fixed bound such as flat(1.0), got {inner}")
+    if isinstance(inner, Method) and (
+        inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback
+    ):
+        raise InputError(f"dice takes a method with one fixed bound and no memory such as flat(1.0), got {inner}")
+    if automatic and memory == "bounded":
+        raise Refused(
+            "memory='bounded' has a privacy proof for clipped feedback only: normalised feedback can change sign in "
+            "every step, and what one sample moves has no bound; write automatic=False, or memory='full'"
+        )
     feedback = Feedback(feedback_norm, memory, blocks, automatic) if feedback_norm else None  # C2 = 0: the base
     settings = {"feedback_norm": feedback_norm, "memory": memory, "blocks": blocks, "automatic": automatic}
     return wrapped(inner, dice, settings, citation=ZHANG_2024_DICE, feedback=feedback)

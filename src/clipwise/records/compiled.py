@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced, trainable
 from clipwise.records.gradients import Groups, SampleGradients
-from clipwise.records.kinds import HALF, Record
+from clipwise.records.kernels.gram import HALF
+from clipwise.records.kinds import Record
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Gradient, InputError, Refused
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from clipwise.records.composites import COMPOSITES
 from clipwise.records.displacement import Own
 from clipwise.records.layers import STEPPED, Meeting, meet, mixing, refuse_embedding
+from clipwise.records.standardise import pulled_back, standardise
 from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, tensors, vmapped
 from clipwise.types import InputError, Refused
 
@@ -105,7 +107,18 @@ def _derived(
     if plain and function is F.embedding and len(args) > 1 and args[1] is first.tensor:
         padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
         return Source(made, names, lookup=Lookup(args[0], padding))
+    if function is standardise and all(source.tensor.is_leaf for source in found):
+        return Source(made, names, pull=partial(_through_standardisation, args, kwargs["form"], found))
     return Source(made, names)
+
+
+def _through_standardisation(
+    args: tuple[Any, ...], form: str, found: Sequence[Source], gradients: Tensor
+) -> dict[str, Tensor]:
+    weight, gain = (*args, None)[:2]
+    to_weight, to_gain = pulled_back(gradients, weight, gain, form=form)
+    pulled = {source.tensor: to_weight if source.tensor is weight else to_gain for source in found}
+    return {name: value for source in found for name in source.names if (value := pulled[source.tensor]) is not None}
 
 
 def _is_transpose(function: Callable[..., Any], made: Tensor, of: Tensor) -> bool:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total, gram_sq_norm
-from clipwise.records.kernels.gram import aligned
-
-HALF = (torch.bfloat16, torch.float16)
+from clipwise.records.kernels.gram import HALF, aligned
 
 
 class Record(Protocol):

@@ -46,6 +46,7 @@ class Source:
     names: frozenset[str]
     flipped: bool = False  # known to be the transpose of a parameter, which a product can undo
     lookup: Lookup | None = None  # known to be rows of a table, at positions that no sample chooses
+    pull: Callable[[Tensor], Mapping[str, Tensor]] | None = None  # V → Jᵀ V for each parameter, where it is known
     own: Own | None = None  # in a displaced pass: what each unit has in its place; of a transpose, not transposed
 
     @property
@@ -174,6 +175,9 @@ class Tape:
         dense = dual_dense(record) if self.dual else record.dense()
         if source.lookup is not None:
             yield names[0], _looked_up(source.lookup, dense, parameters[names[0]].shape)
+            return
+        if source.pull is not None and source.own is None and not self.dual:
+            yield from ((name, Dense(value)) for name, value in source.pull(dense).items())
             return
         pulled = (
             self._pulled_by_unit(source.own, names, dense)

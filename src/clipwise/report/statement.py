@@ -68,10 +68,11 @@ class Statement:
         seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
         releases = "1 release" if self.releases == 1 else f"{self.releases} releases"
         tested = "passed" if self.self_tested else "turned off"
+        rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
         lines = [
             f"({self.epsilon:.4g}, {self.delta:g})-differentially private: {self.relation} of the training data.",
             f"  accountant   {self.accountant}, grid {self.discretisation:g}, {releases}",
-            f"  sampling     {self.sampling}, rate {self.sampling_rate:.6g}, expected batch {self.expected_batch:g}",
+            f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             f"  method       {self.method}",
             f"  self-test    {tested}",
@@ -94,7 +95,8 @@ REFUSED = (
     "releases without a proof",
 )
 EXCLUDED = (
-    "choosing among runs by their results",
+    "choosing among runs by their results (clipwise compare prints the ε of all of them together; "
+    "clipwise.accounting.selection prices a choice of which only the best run is ever seen)",
     "statistics of the training data used before training (normalisation, vocabulary), unless named above",
     "the evaluation data",
 )
@@ -102,7 +104,7 @@ EXCLUDED = (
 
 def versions() -> dict[str, str]:
     """What the run was made with."""
-    names = ("clipwise", "torch", "numpy", "dp-accounting")
+    names = ("clipwise", "torch", "numpy", "scipy", "dp-accounting", "cryptography")
     found = {"python": platform.python_version()}
     for name in names:
         try:

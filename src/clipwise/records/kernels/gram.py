@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 
+HALF = (torch.bfloat16, torch.float16)
 SLACK = 4 * torch.finfo(torch.float32).eps
 
 
@@ -24,7 +25,7 @@ def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
     Guarantees: not under-estimated. Where positions cancel, rounding is relative to (Σ_s ‖a_s‖‖b_s‖)², not to the
     result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels.
     """
-    half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    half = a.dtype == b.dtype and a.dtype in HALF
     if a.is_cuda and half and a.shape[1] == 1 and a.shape[2] > 1:
         return _operator(*(aligned(t[:, 0]) for t in (a, b)))
     return _twin(a, b)
@@ -37,7 +38,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 def _twin(a: Tensor, b: Tensor) -> Tensor:
-    a, b = (t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in (a, b))
+    a, b = (t.float() if t.dtype in HALF else t for t in (a, b))
     if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel
         return (a.square().sum(3) * b.square().sum(3)).sum((1, 2))
     aa = a @ a.transpose(2, 3)
@@ -63,7 +64,8 @@ def _fake(a: Tensor, b: Tensor) -> Tensor:
 
 @_operator.register_kernel("cuda")
 def _cuda(a: Tensor, b: Tensor) -> Tensor:
-    if triton is None or torch.cuda.get_device_capability(a.device) < (8, 0) or a.shape[0] == 0:
+    able = triton is not None and torch.cuda.get_device_capability(a.device) >= (8, 0)
+    if not able or a.dtype not in HALF or a.shape[0] == 0:  # float32 would be rounded to TF32
         return _one_block(a, b)
     a, b = a.contiguous(), b.contiguous()
     tiles = candidates(a.shape[1])
