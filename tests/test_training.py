@@ -609,3 +609,27 @@ def test_what_only_the_data_s_owner_may_see_is_not_in_the_folder(tmp_path: Path)
     trained(folder=tmp_path / "run", progress=lambda step, *_: kept.append(None))
     written = "".join(p.read_text() for p in (tmp_path / "run").iterdir() if p.suffix in (".json", ".jsonl", ".txt"))
     assert kept and not any(word in written for word in ('samples":', "non_finite", "indices", "loss"))
+
+
+def test_what_was_spent_before_counts_towards_epsilon_and_stands_in_the_statement(tmp_path: Path) -> None:
+    from clipwise.accounting import Ledger
+    from clipwise.types import Gaussian
+
+    torch.manual_seed(0)
+    data = (torch.randn(200, 3), torch.randint(0, 2, (200,)))
+    plan: dict[str, Any] = {"epsilon": 2.0, "delta": 1e-4, "steps": 4, "batch": 50, "noise": 0}
+    before = Ledger()
+    before.record(Gaussian(4.0, "a histogram"))
+
+    def run(folder: str, **how: Any) -> Any:
+        return cw.train(nn.Linear(3, 2), cw.cross_entropy, data, folder=tmp_path / folder, **plan, **how)
+
+    alone, together = run("alone"), run("together", spent=before)
+    assert together.statement.noise_multiplier > alone.statement.noise_multiplier
+    assert 1.9 < together.epsilon <= 2.0  # both together
+    entries = Ledger(tmp_path / "together" / "ledger.jsonl").entries
+    assert [count for _, count in entries] == [1, 4] and entries[0] == before.entries[0]
+    before.record(Gaussian(0.5, "far too much"))
+    with pytest.raises(InputError, match="epsilon=2 is spent"):
+        run("nothing", spent=before)
+    assert not (tmp_path / "nothing").exists()

@@ -58,6 +58,11 @@ class Training(Output):
     noise_seed: int | None = option(
         "seeded noise, for tests only: whoever knows the seed can subtract it", None, group="privacy"
     )
+    spent: str | None = option(
+        "folder of an earlier use of the same data, such as an advice's: its releases count towards epsilon",
+        None,
+        group="privacy",
+    )
     self_test: bool = option("check the gradients of a few samples before training", True, group="privacy")
     epochs: float | None = option("passes over the data in expectation; 20 unless steps are given", None)
     steps: int | None = option("number of steps, instead of epochs", None)

@@ -21,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from clipwise import methods, postprocess
 from clipwise.accounting import Ledger, calibrate
+from clipwise.accounting import spent as spent_on
+from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
@@ -386,6 +388,7 @@ def make_private(
     views: Views | None = None,
     public: Tensor | None = None,
     collate: Callable[[list[Any]], Batch] | None = None,
+    spent: Ledger | None = None,
     ledger: Ledger | None = None,
 ) -> Private:
     """Private training for a loop of your own.
@@ -396,7 +399,8 @@ def make_private(
     system's entropy; a seed is for tests, and the statement names it.
     ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
     ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
-    are what self_augmentation(augment="own") and batch_clipping ask for.
+    are what self_augmentation(augment="own") and batch_clipping ask for. ``spent`` holds what was released from these
+    data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded.
     """
     if isinstance(loss, nn.Module) or not callable(loss):
         raise InputError(
@@ -436,11 +440,12 @@ def make_private(
     parameters = trainable(model)
     chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
     _check_optimizer(optimizer, parameters)
+    earlier = [] if spent is None else spent.entries
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     sigma = (
         positive("noise_multiplier", noise_multiplier)
         if noise_multiplier is not None
-        else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant)
+        else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant, earlier)
     )
     refuse_modules(model)
     _refuse_ranks(model)
@@ -464,6 +469,8 @@ def make_private(
         views=views,
         public=public,
     )
+    if private.ledger.releases == 0:  # the ledger of a resumed run holds them
+        private.ledger.extend(earlier)
     if self_test:
         _self_test(private, loss)
     if chunk == "auto" or (chunk is None and not compile):
@@ -484,10 +491,28 @@ def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan |
 PRIVACY = frozenset(inspect.signature(make_private).parameters)  # what ``train`` hands on
 
 
-def _calibrated(plan: DicePlan | None, epsilon: float, delta: float, rate: float, steps: int, accountant: str) -> float:
-    if plan is not None:
-        return plan.calibrate(epsilon=epsilon, delta=delta, steps=steps, accountant=accountant)
-    return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
+def _calibrated(
+    plan: DicePlan | None,
+    epsilon: float,
+    delta: float,
+    rate: float,
+    steps: int,
+    accountant: str,
+    earlier: list[tuple[Event, int]],
+) -> float:
+    if plan is None and not earlier:
+        return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
+
+    def entries(noise: float) -> list[tuple[Event, int]]:
+        own = [(PoissonGaussian(noise, rate), steps)] if plan is None else plan.entries(noise, steps)
+        return [*earlier, *own]
+
+    if earlier and spent_on(earlier, delta, accountant) >= epsilon:
+        raise InputError(
+            f"epsilon={epsilon:g} is spent: what was released before costs {spent_on(earlier, delta, accountant):.3g}; "
+            "write a larger epsilon"
+        )
+    return least_noise(entries, epsilon, delta, accountant)
 
 
 def _either(one: float | None) -> str:

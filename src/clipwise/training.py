@@ -23,7 +23,7 @@ from clipwise.accounting import Ledger
 from clipwise.diagnostics import Monitor
 from clipwise.private import PRIVACY, Private, PublicState, make_private
 from clipwise.records import Loss, batch_size
-from clipwise.report import RunFolder, Statement
+from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
 from clipwise.types import InputError, Refused, fraction, nearest, whole
@@ -54,7 +54,7 @@ class Run:
 
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-Progress = Callable[[Private, Mapping[str, float]], None]  # after each step, with the last measurement
+Progress = Callable[[Private, Mapping[str, float]], None]  # after each step, with what was seen last
 
 
 def train(
@@ -88,8 +88,8 @@ def train(
     for name in privacy:
         if name not in PRIVACY:
             raise TypeError(f"train has no option {name!r}: {nearest(name, PRIVACY)}")
-    own = _optimizer(model, optimizer)
-    plan = _scheduler(own, scheduler)
+    chosen = _optimizer(model, optimizer)
+    plan = _scheduler(chosen, scheduler)
     place = None
     ledger = Ledger()
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
@@ -100,18 +100,19 @@ def train(
         ledger = place.ledger()
     if tensorboard:
         writer()  # it must be installed
-    private = make_private(model, own, data, loss=loss, ledger=ledger, **privacy)
+    private = make_private(model, chosen, data, loss=loss, ledger=ledger, **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and private.method.companions:
         raise InputError(f"a monitor has no public companions for its rows, and {private.method.name} needs them")
     if folder is not None and place is None:  # after every check, so that bad input leaves no folder
         place = RunFolder(folder)
-        private.ledger = place.ledger()
+        earlier, private.ledger = private.ledger.entries, place.ledger()
+        private.ledger.extend(earlier)
         if settings is not None:
             place.write(SETTINGS, settings)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
-    loop = _Loop(private, own, plan, ema, place, evaluate, monitor, board)
+    loop = _Loop(private, chosen, plan, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
     else:
@@ -128,7 +129,7 @@ def train(
                 loop.measure()
                 loop.checkpoint()
             if progress is not None:
-                progress(private, loop.metrics[-1] if loop.metrics else {})
+                progress(private, loop.latest)
     except BaseException:
         loop.checkpoint()
         raise
@@ -155,6 +156,12 @@ class _Loop:
         """What is evaluated and returned."""
         return self.private.model if self.ema is None else self.ema.module
 
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The last measurement, and the share that was clipped at the last look."""
+        clipped = {"clipped": own(self.looks[-1])["clipped"]} if self.looks else {}
+        return {**(self.metrics[-1] if self.metrics else {}), **clipped}
+
     def after_step(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
@@ -170,8 +177,6 @@ class _Loop:
                 row.update({key: float(value) for key, value in self.evaluate(self.model).items()})
             for module, flag in flags:  # one by one: a BatchNorm that was in eval mode stays there
                 module.training = flag
-        if self.looks and self.looks[-1]["step"] == row["step"]:
-            row["clipped"] = next(iter(self.looks[-1]["methods"].values()))["clipped"]
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
@@ -68,6 +69,12 @@ class Ledger:
         # File first: whoever is stopped between the two lines has counted a release too many, never one too few.
         self._write(_line(event), sync)
         self._count(event)
+
+    def extend(self, entries: Iterable[tuple[Event, int]]) -> None:
+        """Count what another ledger holds, such as an earlier use of the same data."""
+        for event, count in entries:
+            for _ in range(count):
+                self.record(event)
 
     def sync(self) -> None:
         """Make what was recorded survive a power failure; call it before a checkpoint is written."""

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from clipwise import methods, models, training
+from clipwise.accounting import Ledger
 from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
@@ -33,7 +34,7 @@ from clipwise.methods import Method
 from clipwise.private import Private, cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
-from clipwise.report.folder import CALIBRATION, CHECKPOINT, SETTINGS, STATEMENT, write
+from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
 from clipwise.sampling import chunks
 from clipwise.types import Batch, InputError, one_of, positive, whole
 
@@ -235,6 +236,7 @@ def run_one(
                 chunk=config.chunk,
                 noise="secure" if config.noise_seed is None else config.noise_seed,
                 accountant=config.accountant,
+                spent=_spent(config.spent),
                 self_test=config.self_test,
                 compile=config.compile,
                 post=config.post,
@@ -251,6 +253,15 @@ def run_one(
     if splits.task == "classes":
         _calibrated(finished.model, splits, folder)
     return finished
+
+
+def _spent(folder: str | None) -> Ledger | None:
+    if folder is None:
+        return None
+    place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
+    if not place.is_file():
+        raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
+    return Ledger(place)
 
 
 def _monitor(config: TrainConfig, splits: Splits, every: int, beside: Sequence[Method]) -> Monitor | None:
