@@ -6,6 +6,7 @@ Gives: what canaries move, what the audits show, what the checks find, and membe
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +16,17 @@ import torch
 from torch import nn
 
 import clipwise as cw
-from clipwise.audit import CANARIES, Plan, audit, coins, mia, one_run, watched, white_box
+from clipwise import report
+from clipwise.audit import CANARIES, Plan, Row, audit, coins, mia, one_run, registered, watched, white_box
 from clipwise.audit.canaries import active, flooding, saturating, worlds
 from clipwise.audit.mechanics import mechanics, noise_checks, sampling_checks
 from clipwise.audit.verdict import HARSHER
+from clipwise.cli import audit as command
 from clipwise.cli import main
 from clipwise.methods import METHODS, parse
+from clipwise.models import Accompanied
 from clipwise.records import written
+from clipwise.report.answer import rows as rows_of
 from clipwise.step import private_sum
 from clipwise.types import InputError
 
@@ -65,11 +70,13 @@ def test_every_canary_moves_the_release_by_all_that_is_accounted_for_and_no_more
 def test_no_audit_of_a_registered_method_shows_more_than_is_claimed(text: str) -> None:
     rows = audit([parse(text)], SMALL)
     assert [row for row in rows if not row.passed] == []
-    shown = {row.audit.split(" (")[0]: row for row in rows if row.shown is not None and row.ceiling is not None}
-    assert "one run" in shown and ("step" in shown or "whole runs" in shown)
+    shown = {row.audit.partition(",")[0]: row for row in rows if row.shown is not None and row.ceiling is not None}
+    method = parse(text)
+    assert "one run" in shown and ("step" in shown or method.feedback is not None)
+    assert ("whole runs" in shown) is (method.feedback is not None or method.recall is not None)
     for row in shown.values():
         assert row.shown is not None and row.ceiling is not None and row.shown <= row.ceiling
-    if parse(text).name not in ("p_average", "dice"):  # whose lone canaries are looked at too seldom here
+    if method.name not in ("p_average", "dice"):  # whose lone canaries are looked at too seldom here
         assert max(row.shown or 0 for row in rows) > 1.5  # of 4.4: they are really seen
 
 
@@ -82,6 +89,31 @@ def test_global_clipping_keeps_what_is_just_below_its_threshold_and_nothing_of_w
         private, _ = private_sum(parse("global_(2.0)"), like, [written({"w": row}, like)])
         kept[length] = float(private.parts[0].value["w"].norm())
     assert list(kept.values()) == [pytest.approx(2.0, rel=1e-4), 0.0, 0.0]
+
+
+def test_what_batch_clipping_makes_of_a_sample_has_no_derivative_by_another_private_sample() -> None:
+    torch.manual_seed(0)
+    public = torch.randn(6, 3)
+    model = Accompanied(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)), public, 2)
+    x, y = torch.randn(5, 3), torch.arange(5) % 2
+    found = []
+    for change in (0.0, 1.0):
+        private = cw.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            (x + change * nn.functional.one_hot(torch.tensor(2), 5)[:, None], y),
+            method="batch_clipping(flat(1.0), companions=2)",
+            noise_multiplier=1.0,
+            steps=1,
+            batch=5,
+            public=public,
+            noise=1,
+        )
+        gradients = private.method.gradients(private.engine(torch.arange(5), 7), private.rows(torch.arange(5)))
+        found.append(torch.cat([g.flatten(1) for g in gradients.materialise().values()], 1))
+    others = torch.arange(5) != 2
+    assert torch.allclose(found[0][others], found[1][others], rtol=0, atol=1e-6)
+    assert not torch.allclose(found[0][~others], found[1][~others], rtol=0, atol=1e-2)
 
 
 def test_scores_of_absent_canaries_have_the_noise_that_is_claimed() -> None:
@@ -154,6 +186,29 @@ def test_a_run_of_ones_own_is_audited_with_canaries_behind_its_rows() -> None:
         assert private.steps_taken == 3
         found = mia.roc(scores[included.numpy()], scores[~included.numpy()])
         assert found.area >= least and (least or found.low < 0.6)
+
+
+@pytest.mark.parametrize("memory", ["full", "none", "blocks", "bounded"])
+def test_a_flooding_canary_turns_the_feedback_of_the_others_around(memory: str) -> None:
+    """C2's part of a release goes from −c2 to +c2, which is all that the proofs allow; for how long is the memory's."""
+    (world,) = worlds(parse(f"dice(flat(1.0), feedback_norm=1.0, memory='{memory}', blocks=4)"), 1)
+    fed_back = []
+    for own in (world, white_box._absent(world)):
+        private = white_box.private_for(own, 1e-6, 16, 1)
+        for batch in private.batches():
+            canary, others = (batch.indices == 0).sum(), (batch.indices > 0).sum()
+            private.step(batch)
+            released = white_box.scores(own, private, private.method)[0]
+            fed_back.append(float(released + others - (canary if own is world else 0)))
+    with_canary, without = fed_back[:16], fed_back[16:]
+    c2 = 1.0  # B · C2, and B = 1
+    for value in fed_back:
+        assert min(abs(value - c2), abs(value), abs(value + c2)) < 1e-3
+    turned = [a - b for a, b in zip(with_canary, without, strict=True)]
+    assert max(turned) == pytest.approx(2 * c2, abs=1e-3)
+    if memory == "full":  # once drawn it stays there
+        first = next(t for t, value in enumerate(turned) if value > 1.9)
+        assert turned[first:] == pytest.approx([2 * c2] * (16 - first), abs=1e-3)
 
 
 def test_whole_runs_show_the_memory_that_single_steps_do_not() -> None:
@@ -279,86 +334,222 @@ def memorised(rows: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> nn.Module
 def test_attacks_find_members_of_a_model_that_learned_by_heart_and_none_of_one_that_learned_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(240, 200, generator=generator), torch.randint(0, 3, (240,), generator=generator)
-    found = mia.shadow_attack(lambda rows: memorised(rows, x, y), (x, y), shadows=4)
-    assert found.low > 0.9
+    members, others = (x[:120], y[:120]), (x[120:], y[120:])
     torch.manual_seed(0)
-    blank = nn.Linear(200, 3)
-    nothing = mia.shadow_attack(lambda rows: blank, (x, y), shadows=4)
+    knowing, blank = memorised(torch.arange(120), x, y), nn.Linear(200, 3)
+    found = mia.shadow_attack(knowing, lambda rows: memorised(rows, x, y), members, others, shadows=4)
+    assert found.low > 0.9
+    nothing = mia.shadow_attack(blank, lambda rows: blank, members, others, shadows=4)
     assert nothing.low <= 0.5 <= nothing.high
-    half = torch.arange(120)
-    split = ((x[:120], y[:120]), (x[120:], y[120:]))
-    logistic = mia.logistic_attack(memorised(half, x, y), *split)
-    assert logistic.low > 0.8
-    guess = mia.logistic_attack(blank, *split)
+    assert mia.logistic_attack(knowing, members, others).low > 0.8
+    guess = mia.logistic_attack(blank, members, others)
     assert guess.low <= 0.5 <= guess.high
+
+
+def test_attacks_find_members_of_a_regression_that_learned_by_heart() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(160, 150, generator=generator), torch.randn(160, generator=generator)
+
+    def fitted(rows: torch.Tensor) -> nn.Module:
+        model = nn.Linear(150, 1, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.linalg.lstsq(x[rows], y[rows, None]).solution.T)
+        return model
+
+    members, others = (x[:80], y[:80]), (x[80:], y[80:])
+    knowing = fitted(torch.arange(80))
+    assert mia.logistic_attack(knowing, members, others).low > 0.7
+    assert mia.shadow_attack(knowing, fitted, members, others, shadows=4).low > 0.7
+
+
+def test_shadows_are_trained_on_halves_that_hold_every_row_equally_often() -> None:
+    x, y = torch.zeros(11, 2), torch.zeros(11, dtype=torch.long)
+    seen: list[torch.Tensor] = []
+
+    def train(rows: torch.Tensor) -> nn.Module:
+        seen.append(rows)
+        torch.manual_seed(len(seen))
+        return nn.Linear(2, 2)
+
+    mia.shadow_attack(nn.Linear(2, 2), train, (x[:5], y[:5]), (x[5:], y[5:]), shadows=6)
+    assert [len(rows) for rows in seen] == [5, 6] * 3
+    assert torch.bincount(torch.cat(seen), minlength=11).tolist() == [3] * 11
+    assert not torch.equal(seen[0], seen[2])
+
+
+def test_a_curve_is_written_down_from_its_first_point_to_its_last() -> None:
+    generator = np.random.default_rng(3)
+    found = mia.roc(generator.normal(size=900) + 1, generator.normal(size=900))
+    kept = found.as_dict()
+    assert len(kept["fpr"]) == len(kept["tpr"]) <= mia.POINTS < len(found.fpr)
+    assert (kept["fpr"][0], kept["tpr"][0], kept["fpr"][-1], kept["tpr"][-1]) == (0, 0, 1, 1)
+    assert json.loads(json.dumps(kept)) == kept and kept["area"] == found.area
 
 
 # The command
 
+FEW = ["--trials", "1280", "--canaries", "40", "--runs", "8", "--noise-seed", "1", "--quiet"]
+ONE_STEP = [*FEW, "--sampling-rate", "1", "--steps", "1"]
+
 
 def test_the_command_prints_a_verdict_for_each_audit(capsys: pytest.CaptureFixture[str]) -> None:
-    few = [
-        "--trials",
-        "1280",
-        "--canaries",
-        "40",
-        "--sampling-rate",
-        "1",
-        "--steps",
-        "1",
-        "--noise-seed",
-        "1",
-        "--quiet",
-    ]
-    assert main(["audit", "--method", "flat", "global_(2.0)", *few]) == 0
+    assert main(["audit", "--method", "flat", "global_(2.0)", *ONE_STEP]) == 0
     text = capsys.readouterr().out
-    assert "all 8 claims hold" in text and "could show" in text and text.count("one run") == 2
-    assert main(["audit", "--method", "flat", "--json", *few]) == 0
+    assert "all 8 claims hold" in text and text.count("one run") == 2
+    for title in ("method", "audit", "claimed ε", "audited ≥", "could show", "verdict"):
+        assert title in text.splitlines()[0]
+    assert main(["audit", "--method", "flat", "--json", *ONE_STEP]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and {row["audit"] for row in found["rows"]} >= {"step", "one run", "noise and sampling"}
+
+
+def test_the_table_of_all_methods_fits_into_80_columns_and_cuts_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(method) for method in registered()]
+    audits = ("ledger", "sampled step, phase 2", "sampled step, curved", "whole runs", "one run (retrained)")
+    rows = [Row(name, audit, 91.8, 7.046, 2713.0, True, "") for name in names for audit in audits]
+    text = command._text(Plan(), rows, {}, None)
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert [line.split()[0] for line in text.splitlines() if "ledger" in line] == [m.name for m in registered()]
+    for memory in ("full", "none", "blocks", "bounded"):
+        assert f"dice {memory} " in text
+
+
+def test_methods_of_one_name_are_told_apart_by_their_settings_or_by_a_number_that_is_explained() -> None:
+    assert command._labels(["psac(clip_norm=1.0, r=0.1)", "flat(clip_norm=1.0)"]) == {
+        "psac(clip_norm=1.0, r=0.1)": "psac",
+        "flat(clip_norm=1.0)": "flat",
+    }
+    assert list(command._labels(["flat(0.5)", "flat(2.0)"]).values()) == ["flat 0.5", "flat 2.0"]
+    long = ["bam(layerwise(flat(1.0)))", "bam(layerwise(global_(2.0)))"]
+    assert list(command._labels(long).values()) == ["bam 1", "bam 2"]
 
 
 def test_the_command_exits_with_1_where_a_bound_exceeds_the_claim(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("clipwise.audit.verdict._claimed", lambda *_: 0.5)
-    few = [
-        "--trials",
-        "1280",
-        "--canaries",
-        "40",
-        "--sampling-rate",
-        "1",
-        "--steps",
-        "1",
-        "--noise-seed",
-        "1",
-        "--quiet",
-    ]
-    assert main(["audit", "--method", "flat", *few]) == 1
+    assert main(["audit", "--method", "flat", *ONE_STEP]) == 1
     text = capsys.readouterr().out
     assert "FALSE" in text and "of 4 claims are false" in text
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the digits, with little privacy and few steps."""
+    folder = tmp_path_factory.mktemp("audit") / "run"
+    privacy = ["--noise-multiplier", "0.8", "--steps", "4", "--batch", "1438", "--noise-seed", "1"]
+    few = ["--folder", str(folder), "--quiet", "--diagnose-every", "0"]
+    assert main(["train", "--data", "digits", "--model", "mlp", *few, *privacy]) == 0
+    return folder
+
+
 def test_a_runs_configuration_is_audited_by_training_it_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(finished), "--shadows", "2", *FEW]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("ledger", "one run (retrained)", "inference, logistic: area", "inference, likelihood ratio: area"):
+        assert words in text
+    assert "cannot be audited after the fact" in text and "audit.json, where clipwise report finds it" in text
+
+
+def test_a_runs_verdict_is_kept_where_the_report_reads_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(finished), "--json", *FEW]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (run,) = report.read([finished])
+    assert run.audit == printed and printed["passed"]
+    assert set(printed["membership"]) == {"logistic"} and len(printed["membership"]["logistic"]["fpr"]) > 10
+    assert rows_of([run])[0].audit is True
+
+
+def test_a_verdict_that_cannot_be_kept_is_a_warning_since_it_is_told_anyway(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="cannot write .*nowhere"):
+        command._keep(tmp_path / "nowhere" / "audit.json", "{}")
+
+
+def test_a_regressions_run_is_audited_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=generator.normal(size=(200, 5)), y=generator.normal(size=200))
+    folder = str(tmp_path / "run")
+    few = ["--noise-multiplier", "1.5", "--steps", "2", "--batch", "160", "--folder", folder, "--quiet"]
+    assert main(["train", "--data", f"npz:{tmp_path / 'data.npz'}?task=regression", "--model", "mlp", *few]) == 0
+    assert main(["audit", folder, "--shadows", "2", "--json", *FEW]) == 0
+    assert set(json.loads(capsys.readouterr().out)["membership"]) == {"logistic", "likelihood ratio"}
+
+
+@pytest.mark.parametrize("method", ["p_average(flat(1.0))", "batch_clipping(flat(1.0))", "dice(flat(1.0), 0.01)"])
+def test_runs_of_methods_with_units_companions_or_feedback_are_audited_too(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(tmp_path / "run")
-    privacy = ["--noise-multiplier", "0.8", "--steps", "4", "--batch", "1438", "--noise-seed", "1"]
-    assert main(["train", "--data", "digits", "--model", "mlp", "--folder", folder, "--quiet", *privacy]) == 0
-    few = ["--trials", "1280", "--canaries", "40", "--noise-seed", "1", "--quiet"]
-    assert main(["audit", folder, *few]) == 0
-    text = capsys.readouterr().out
-    for words in ("ledger", "one run (retrained)", "membership inference", "cannot be audited after the fact"):
-        assert words in " ".join(text.split())
-    statement = tmp_path / "run" / "statement.json"
+    few = [
+        "--noise-multiplier",
+        "3",
+        "--steps",
+        "1",
+        "--batch",
+        "1438",
+        "--folder",
+        folder,
+        "--quiet",
+        "--public",
+        "50",
+    ]
+    assert main(["train", "--data", "digits", "--model", "mlp", "--method", method, *few]) == 0
+    assert main(["audit", folder, *FEW]) == 0
+    assert "one run (retrained)" in capsys.readouterr().out
+
+
+def test_what_was_spent_before_a_run_is_in_its_ledger_but_not_among_the_steps_that_are_made_again(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "run")
+    few = ["--noise-multiplier", "2", "--steps", "2", "--batch", "1438", "--folder", folder, "--quiet"]
+    assert main(["train", "--data", "digits", "--model", "mlp", "--spent", str(finished), *few]) == 0
+    assert main(["audit", folder, "--json", *FEW]) == 0
+    found = json.loads(capsys.readouterr().out)
+    by_audit = {row["audit"]: row for row in found["rows"]}
+    assert found["plan"]["steps"] == 2 and "6 releases" in by_audit["ledger"]["detail"]
+    assert by_audit["one run (retrained)"]["claimed"] < by_audit["ledger"]["claimed"] / 2
+
+
+def test_a_statement_below_what_its_ledger_holds_is_false(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    statement = folder / "statement.json"
     stated = json.loads(statement.read_text())
     statement.write_text(json.dumps({**stated, "epsilon": stated["epsilon"] / 2}))
-    assert main(["audit", folder, "--json", *few]) == 1
+    assert main(["audit", str(folder), "--json", *FEW]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["passed"] and not next(row for row in found["rows"] if row["audit"] == "ledger")["passed"]
-    assert main(["audit", folder, "--steps", "5"]) == 2
-    assert "has its own steps" in capsys.readouterr().err
+    (run,) = report.read([folder])
+    assert run.audit is not None and run.audit["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--steps", "5"], "has its own steps"),
+        (["--method", "flat"], "got both"),
+        (["--shadows", "3"], "come in pairs"),
+    ],
+)
+def test_what_a_run_does_not_take_is_one_line(
+    finished: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(finished), *given]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_shadows_without_a_run_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--method", "flat", "--shadows", "4"]) == 2
+    assert "write clipwise audit RUN --shadows 8" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path / "nothing")]) == 2
     assert "there is no finished run" in capsys.readouterr().err
 

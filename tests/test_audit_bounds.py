@@ -1,6 +1,7 @@
 """Audit bounds: equal to slow explicit definitions, and above the truth no more often than they say.
 
-Receives: closed forms of Gaussians, binomial sums written out, and simulated mechanisms whose ε is known.
+Receives: closed forms of Gaussians, binomial sums written out, the formulas and values that jax_privacy.auditing
+publishes, and simulated mechanisms whose ε is known.
 Gives: the bounds of clipwise.audit.bounds against each of them.
 """
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from clipwise import accounting
-from clipwise.audit import bounds
+from clipwise.audit import bounds, mia
 from clipwise.types import InputError
 
 NORMAL = NormalDist()
@@ -253,3 +254,90 @@ def test_one_run_guesses_the_highest_scores_present_and_the_lowest_absent() -> N
 def test_more_guesses_than_canaries_are_refused() -> None:
     with pytest.raises(InputError, match="right ≤ guesses ≤ canaries"):
         bounds.one_run_epsilon(5, 20, 10, 1e-5, 0.95)
+
+
+# What jax_privacy.auditing publishes (CanaryScoreAuditor and its tests): formulas in scipy's words, and values
+
+
+def even_normals(mu: float, n: int) -> np.ndarray:
+    """The n middle quantiles of N(μ, 1)."""
+    from scipy.stats import norm
+
+    return norm.ppf((np.arange(n) + 0.5) / n) + mu
+
+
+def corners(points: np.ndarray) -> np.ndarray:
+    """Those of a rising staircase that no line between two others passes above or through."""
+    kept: list[tuple[int, int]] = []
+    for x, y in points.tolist():
+        while len(kept) >= 2:
+            (a, b), (c, d) = kept[-2:]
+            if (d - b) * (x - c) > (y - d) * (c - a):
+                break
+            kept.pop()
+        kept.append((x, y))
+    return np.array(kept)
+
+
+@pytest.mark.parametrize(("shift", "published"), [(0.0, 0.0), (1.0, 1.13346), (2.0, 2.311945), (4.0, 4.395568)])
+def test_one_run_bounds_are_those_that_jax_privacy_publishes(shift: float, published: float) -> None:
+    """10 000 canaries in and as many out, significance 0.05 shared by all thresholds (Bonferroni), δ = 1e-6."""
+    from scipy.special import expit
+    from scipy.stats import binom
+
+    n, delta = 10_000, 1e-6
+    out, present = even_normals(0, n), even_normals(shift, n)
+    thresholds = np.concatenate([np.union1d(out, present), [np.inf]])
+    missed, rejected = (np.searchsorted(scores, thresholds, side="left") for scores in (present, out))
+    found = corners(np.stack([missed, rejected], 1))
+    right = n - found[:, 0]
+    guesses = right + n - found[:, 1]
+    allowed, best = 0.05 / len(found), 0.0
+    left = guesses > 0
+    # a p-value without δ is the least one: of the thresholds that could beat the best so far, the most promising first
+    while (p := np.where(left, binom.sf(right - 1, guesses, expit(best)), 1.0)).min() <= allowed:
+        i = int(p.argmin())
+        best = max(best, bounds.one_run_epsilon(int(right[i]), int(guesses[i]), 2 * n, delta, 1 - allowed))
+        left[i] = False
+    assert best == pytest.approx(published, rel=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("n", [100, 1000])
+@pytest.mark.parametrize("delta", [0.0, 1e-3])
+def test_the_direct_bound_is_jax_privacys_at_a_given_threshold(threshold: float, n: int, delta: float) -> None:
+    """ln((TPR − δ)/FPR), or the reverse, with Clopper–Pearson limits at half of the significance each."""
+    from scipy.stats import beta
+
+    misses, alarms = int((even_normals(1, n) < threshold).sum()), int((even_normals(0, n) >= threshold).sum())
+    fnr, fpr = (beta.ppf(1 - 0.1 / 2, count + 1, n - count) for count in (misses, alarms))
+    expected = max(0.0, math.log((1 - fnr - delta) / fpr), math.log((1 - fpr - delta) / fnr))
+    limits = [bounds.rate_at_most(count, n, 1 - 0.1 / 2) for count in (alarms, misses)]
+    assert float(bounds.direct_epsilon(*limits, delta)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("fpr", "fnr"), [(0.01, 0.6), (0.2, 0.3), (1e-4, 0.02)])
+@pytest.mark.parametrize("delta", [1e-6, 0.05])
+def test_the_gaussian_bound_is_jax_privacys(fpr: float, fnr: float, delta: float) -> None:
+    """μ by equation 6 and ε by corollary 2.13 of Dong, Roth & Su, both as differences of logarithms."""
+    from dp_accounting import get_epsilon_gaussian
+    from scipy.optimize import brentq
+    from scipy.stats import norm
+
+    mu = norm.isf(fpr) - norm.ppf(fnr)
+
+    def excess(epsilon: float) -> float:
+        first, second = norm.logcdf(mu / 2 - epsilon / mu), epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
+        return float(first + math.log1p(-math.exp(second - first)) - math.log(delta))
+
+    found = bounds.gaussian_epsilon(float(bounds.gaussian_mu(np.array(fpr), np.array(fnr))), delta)
+    assert found == pytest.approx(brentq(excess, 0.0, 100.0), abs=1e-9)
+    assert found == pytest.approx(get_epsilon_gaussian(1 / mu, delta), rel=1e-4)  # what its own test compares with
+
+
+def test_a_curve_that_is_a_quarter_of_a_circle_has_the_area_and_rates_that_jax_privacy_publishes() -> None:
+    n = 10_000
+    found = mia.roc(np.sqrt(1 - np.linspace(0, 1, n) ** 2), np.linspace(0, 1, n))
+    assert found.area == pytest.approx(math.pi / 4, abs=1e-3)
+    for fpr in (0.1, 0.4, 0.9):
+        assert found.tpr_at(fpr) == pytest.approx(math.sqrt(fpr * (2 - fpr)), abs=1e-3)

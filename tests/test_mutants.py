@@ -135,6 +135,10 @@ def seed_reused(patch: Patch) -> None:
     patch.setattr(SeededStream, "at", lambda self, step: SeededStream(self._seed, 0))
 
 
+def secure_key_reused(patch: Patch) -> None:
+    patch.setattr(SecureStream, "_next", lambda self, use: (bytes(32), bytes([use]) * 16))
+
+
 def shuffled_batches(patch: Patch) -> None:
     order: list[int] = []
 
@@ -203,6 +207,7 @@ MUTANTS = [
     Mutant(tied_weight_counted_once, self_test_of_tied_weights, "self-test"),
     Mutant(noise_once_per_chunk, lambda: failing("flat"), "noise and sampling"),
     Mutant(seed_reused, lambda: failing("flat"), "noise and sampling"),
+    Mutant(secure_key_reused, lambda: failing("flat", replace(PLAN, noise="secure")), "noise and sampling"),
     Mutant(shuffled_batches, lambda: failing("flat"), "noise and sampling"),
     Mutant(rate_doubled, lambda: failing("flat"), "sampled step"),
     Mutant(empty_batches_without_noise, lambda: failing("flat"), "noise and sampling"),

@@ -253,7 +253,7 @@ class AuditConfig(Output):
     run: tuple[str, ...] = option(
         "the folder of a finished run, to audit its method, noise and model", (), group="what", positional=True
     )
-    method: tuple[str, ...] = option("methods to audit, separated by ';'; all unless given", (), group="what")
+    method: tuple[str, ...] = option("methods to audit, such as flat 'bam(psac())'; all unless given", (), group="what")
     noise_multiplier: float | None = option("the noise over the sensitivity; 1 unless given", None, group="privacy")
     sampling_rate: float | None = option("of the steps that are composed; 0.1 unless given", None, group="privacy")
     steps: int | None = option("that are composed; 100 unless given", None, group="privacy")

@@ -154,10 +154,11 @@ def counted(method: Method, canaries: int) -> World:
 
 
 def flooding(method: Method, canaries: int) -> World:
-    """DiceSGD's counterexample: the others have no gradient, and what is cut off the canary fills the feedback."""
+    """DiceSGD's counterexample: what is cut off others keeps the feedback at −c2, and the canary turns it to +c2."""
     world = saturating(method, 1)
     size = 2 * groups(method)
-    x = torch.cat([world.data[1], *[0 * world.data[1]] * (size - 1)])
+    x = world.data[1]
+    x = torch.cat([LENGTHS[1] * x, *[-x] * (size - 1)])  # the canary outweighs all that was cut off the others
     return replace(world, name="flooding", data=rows(method, x), rate=1 / size)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from clipwise.audit.bounds import Array
 from clipwise.types import InputError, fraction, whole
 
 ROWS = 1024  # that go through a model at a time
+POINTS = 201  # of a curve that is written down
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Roc:
     def tpr_at(self, fpr: float) -> float:
         """The largest share of members found while at most this share of the others is taken for members."""
         return float(self.tpr[np.searchsorted(self.fpr, fpr, side="right") - 1])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; of a long curve, evenly spaced points."""
+        kept = np.unique(np.linspace(0, len(self.fpr) - 1, POINTS).round().astype(int))
+        curve = {"fpr": self.fpr[kept].tolist(), "tpr": self.tpr[kept].tolist()}
+        return {"area": self.area, "low": self.low, "high": self.high, **curve}
 
 
 def roc(members: Array, others: Array, confidence: float = 0.95) -> Roc:
@@ -78,17 +86,20 @@ def logistic_attack(
 
     Its features are the logits, the label, and the label's own loss, which a linear function of the first two lacks.
     """
-    parts = []
-    for inputs, labels in (members, others):
-        out, which = logits(model, inputs), labels.cpu()
-        loss = nn.functional.cross_entropy(out, which, reduction="none")
-        parts.append(torch.cat([out, nn.functional.one_hot(which, out.shape[1]).double(), loss[:, None]], 1))
+    parts = [_features(logits(model, inputs), labels.cpu()) for inputs, labels in (members, others)]
     x = torch.cat(parts)
     x = (x - x.mean(0)) / x.std(0).clamp(min=1e-12)
     member = torch.cat([torch.ones(len(parts[0])), torch.zeros(len(parts[1]))]).double()
     fitted = torch.cat([torch.arange(len(part)) % 2 == 0 for part in parts])
     score = (x @ _fit(x[fitted], member[fitted])).numpy()
     return roc(score[(~fitted & (member == 1)).numpy()], score[(~fitted & (member == 0)).numpy()], confidence)
+
+
+def _features(out: Tensor, labels: Tensor) -> Tensor:
+    if labels.is_floating_point():  # a regression
+        return torch.cat([out, labels.double()[:, None], (out - labels[:, None]).square()], 1)
+    loss = nn.functional.cross_entropy(out, labels, reduction="none")
+    return torch.cat([out, nn.functional.one_hot(labels, out.shape[1]).double(), loss[:, None]], 1)
 
 
 def _fit(x: Tensor, y: Tensor) -> Tensor:
@@ -109,10 +120,15 @@ def _fit(x: Tensor, y: Tensor) -> Tensor:
     return theta[:-1]  # a curve does not depend on the intercept
 
 
-def confidence_logits(model: nn.Module, data: tuple[Tensor, Tensor]) -> Array:
-    """ln(p_y/(1 − p_y)) of each sample's own label: nearly normal over models, as the likelihood ratio assumes."""
+def statistic(model: nn.Module, data: tuple[Tensor, Tensor]) -> Array:
+    """ln(p_y/(1 − p_y)) of each sample's own label: nearly normal over models, as the likelihood ratio assumes.
+
+    Of a regression it is ln p_y of a normal around the output, less what does not depend on the model.
+    """
     inputs, labels = data
     out, which = logits(model, inputs), labels.cpu()[:, None]
+    if which.is_floating_point():
+        return (-(out - which).square().squeeze(1)).numpy()
     own = out.gather(1, which).squeeze(1)
     rest = out.scatter(1, which, -torch.inf).logsumexp(1)
     return (own - rest).numpy()
@@ -139,25 +155,28 @@ def likelihood_ratio(target: Array, shadows: Array, included: np.ndarray) -> Arr
 
 
 def shadow_attack(
+    model: nn.Module,
     train: Callable[[Tensor], nn.Module],
-    data: tuple[Tensor, Tensor],
+    members: tuple[Tensor, Tensor],
+    others: tuple[Tensor, Tensor],
     *,
     shadows: int = 8,
     seed: int = 0,
     confidence: float = 0.95,
 ) -> Roc:
-    """LiRA with so many shadows: ``train(indices)`` trains a model on these rows; one more is the target.
+    """LiRA with so many shadows: ``train(indices)`` trains one on these rows, counted over members and then others.
 
-    Every model gets a random half of the rows, in pairs of a half and its complement, so that each row is in half of
-    the shadows.
+    Each is trained on a random half of all rows, in pairs of a half and its complement, so that every row is in half of
+    them.
     """
-    inputs, labels = data
-    rows, pairs = len(inputs), whole("shadows", shadows, least=2) // 2
+    data = (torch.cat([members[0], others[0]]), torch.cat([members[1], others[1]]))
+    rows = len(data[0])
     generator = torch.Generator().manual_seed(seed)
-    halves = [torch.rand(rows, generator=generator).argsort() < rows // 2 for _ in range(pairs + 1)]
-    included = torch.stack([half for own in halves[1:] for half in (own, ~own)])
-    statistics = [confidence_logits(train(half.nonzero().view(-1)), (inputs, labels)) for half in included]
-    member = halves[0].numpy()
-    target = confidence_logits(train(halves[0].nonzero().view(-1)), (inputs, labels))
-    score = likelihood_ratio(target, np.stack(statistics), included.numpy())
-    return roc(score[member], score[~member], confidence)
+    halves = [
+        torch.rand(rows, generator=generator).argsort() < rows // 2
+        for _ in range(whole("shadows", shadows, least=2) // 2)
+    ]
+    included = torch.stack([part for half in halves for part in (half, ~half)])
+    seen = np.stack([statistic(train(part.nonzero().view(-1)), data) for part in included])
+    score = likelihood_ratio(statistic(model, data), seen, included.numpy())
+    return roc(score[: len(members[0])], score[len(members[0]) :], confidence)

@@ -35,17 +35,19 @@ def coins(count: int, noise: str | int) -> Tensor:
 def one_run(
     method: Method,
     *,
-    noise_multiplier: float,
+    noise_multiplier: float | None,
     sampling_rate: float,
     steps: int,
     canaries: int,
     delta: float,
     confidence: float,
     noise: str | int,
+    epsilon: float | None = None,
 ) -> tuple[Bound, float]:
     """One run of the linear model with saturating canaries: the bound, and the ε that its ledger claims.
 
-    A fifth of the canaries is guessed about: fixed in advance, as the bound asks.
+    Its noise is given, or calibrated to ``epsilon``. A fifth of the canaries is guessed about: fixed in advance, as the
+    bound asks.
     """
     world = saturating(method, whole("canaries", canaries, least=10), canaries)
     included = coins(canaries, noise)
@@ -54,7 +56,8 @@ def one_run(
     batch = max(1, math.ceil(rate * len(x)))
     nobody = torch.zeros(math.ceil(batch / rate) - len(x), *x.shape[1:])  # so that batch/rows is the rate
     data = rows(method, torch.cat([x, nobody]))
-    private = private_for(replace(world, data=data, rate=batch / len(data[0])), noise_multiplier, steps, noise, delta)
+    sampled = replace(world, data=data, rate=batch / len(data[0]))
+    private = private_for(sampled, noise_multiplier, steps, noise, delta, epsilon)
     total = torch.zeros(canaries, dtype=torch.float64)
     for drawn in private.batches():
         now = private.method

@@ -1,13 +1,16 @@
 """``clipwise audit``: attacks on methods, or on the configuration of a run, beside what they claim.
 
 Receives: AuditConfig.
-Gives: the verdict table, as text or JSON; Finding where a lower bound is above its claim.
+Gives: the verdict table, as text or JSON, and for a run also in its folder; Finding where a bound is above its claim.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,22 +18,24 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipwise import methods
 from clipwise.accounting import Ledger
-from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, registered, watched
+from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, registered, shadow_attack, watched
 from clipwise.audit.one_run import verdict
-from clipwise.audit.verdict import row
+from clipwise.audit.verdict import WHOLE_RUNS, row
 from clipwise.cli import Finding
-from clipwise.cli.runs import _optimizer, network, splits_for, use_threads
+from clipwise.cli.runs import _optimizer, loss_of, network, splits_for, use_threads
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
-from clipwise.private import make_private
-from clipwise.report.folder import LEDGER, MODEL, SETTINGS, STATEMENT
-from clipwise.types import InputError
+from clipwise.data import Splits
+from clipwise.private import Private, make_private
+from clipwise.report.folder import AUDIT, LEDGER, METRICS, MODEL, SETTINGS, STATEMENT, write
+from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
+LABEL = 19  # characters of a method's name in the table, so that it fits into 80
 RETRAINED = (
     "A finished run cannot be audited after the fact: its method, noise and steps were audited on small problems, "
     "and its network was trained anew by the same method, noise and steps, with mislabelled test rows in its data."
@@ -44,6 +49,7 @@ class _Finished:
     path: Path
     settings: TrainConfig
     statement: dict[str, Any]
+    steps: int  # its own: the ledger may hold what was released before it, too
 
 
 def run(config: AuditConfig) -> str:
@@ -52,6 +58,10 @@ def run(config: AuditConfig) -> str:
         raise InputError(f"expected one run's folder, got {len(config.run)}: audit them one by one")
     if config.run and config.method:
         raise InputError("expected a run's folder or --method, got both: a run has its own method")
+    if whole("shadows", config.shadows, least=0) % 2:
+        raise InputError(f"shadows come in pairs, of a half and the rest, got {config.shadows}: write --shadows 8")
+    if config.shadows and not config.run:
+        raise InputError("shadows are for a finished run, got none: write clipwise audit RUN --shadows 8")
     finished = _read(Path(config.run[0])) if config.run else None
     plan = _plan(config, finished)
     chosen = registered() if not config.method else tuple(methods.parse(text) for text in config.method)
@@ -67,15 +77,29 @@ def run(config: AuditConfig) -> str:
 
     share = 1 if finished is None else 2  # a run's own rows take half of what the confidence leaves
     rows = audit(chosen, replace(plan, confidence=1 - (1 - plan.confidence) / share), progress)
-    membership = None
+    membership: dict[str, Roc] = {}
     if finished is not None:
-        progress(f"the model of {finished.path}, trained anew with canaries")
-        more, membership = _retrained(finished, plan, config.canaries, 1 - (1 - plan.confidence) / share)
+        again = _Again(finished, plan)
+        progress(f"the network of {finished.path}, trained anew with canaries")
+        more = again.one_run(config.canaries, 1 - (1 - plan.confidence) / share)
         rows = [_ledger(finished), *rows, more]
-    text = _json(plan, rows, membership, finished) if config.json else _text(plan, rows, membership, finished)
+        progress("membership inference")
+        membership = again.membership(config.shadows, progress)
+    values = _json(plan, rows, membership, finished)
+    if finished is not None:
+        _keep(finished.path / AUDIT, values)
+    text = values if config.json else _text(plan, rows, membership, finished)
     if all(each.passed for each in rows):
         return text
     raise Finding(text)
+
+
+def _keep(place: Path, values: str) -> None:
+    """Write the verdict where the report finds it; a warning where that fails, since the verdict is told anyway."""
+    try:
+        write(place, values)
+    except InputError as error:
+        warnings.warn(str(error), stacklevel=2)
 
 
 def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
@@ -86,7 +110,7 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
                 raise InputError(f"a run has its own {name}, got --{name.replace('_', '-')} {value}: leave it out")
         stated = finished.statement
         given = {name: stated[name] for name in ("noise_multiplier", "sampling_rate", "delta")}
-        given["steps"] = stated["releases"]
+        given["steps"] = finished.steps
     return Plan(
         **{name: value for name, value in given.items() if value is not None},
         trials=config.trials,
@@ -104,9 +128,10 @@ def _read(path: Path) -> _Finished:
         statement = json.loads((path / STATEMENT).read_text())
         for name in ("epsilon", "delta", "noise_multiplier", "sampling_rate", "releases", "method", "accountant"):
             statement[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path / STATEMENT} is not a run's statement ({error}): train the run again") from error
-    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement)
+        steps = int(json.loads((path / METRICS).read_text().splitlines()[-1])["step"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
+    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement, steps)
 
 
 def _ledger(finished: _Finished) -> Row:
@@ -120,42 +145,79 @@ def _ledger(finished: _Finished) -> Row:
     )
 
 
-def _retrained(finished: _Finished, plan: Plan, canaries: int, confidence: float) -> tuple[Row, Roc]:
-    """The audit from one run of the same configuration, and membership inference on the run's own model."""
-    settings, stated = finished.settings, finished.statement
-    splits = splits_for(settings, settings.model or "")
-    model, public, splits = network(settings, splits)
-    model.load_state_dict(torch.load(finished.path / MODEL, weights_only=True))
-    membership = logistic_attack(model, splits.train.data, splits.test.data)
-    model, _, _ = network(settings, splits)
+class _Again:
+    """The run's network, data, method, noise and steps once more."""
 
-    inputs, labels = (t[:canaries] for t in splits.test.data)
-    inputs = _shuffled(inputs)
-    wrong = (labels + 1 + torch.arange(len(labels)) % (splits.classes - 1)) % splits.classes  # any class but its own
-    included = coins(len(labels), plan.noise)
-    data = tuple(torch.cat([own, new[included]]) for own, new in zip(splits.train.data, (inputs, wrong), strict=True))
-    method = methods.parse(stated["method"])
-    private = make_private(
-        model,
-        _optimizer(settings, [p for p in model.parameters() if p.requires_grad]),
-        data,
-        method=method,
-        noise_multiplier=plan.noise_multiplier,
-        delta=plan.delta,
-        steps=plan.steps,
-        batch=max(1, round(plan.sampling_rate * len(data[0]))),
-        chunk=settings.chunk,
-        noise=plan.noise,
-        accountant=settings.accountant,
-        self_test=False,
-        post=settings.post,
-        public=public,
-    )
-    device = next(model.parameters()).device
-    total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
-    bound = verdict(total, included.numpy(), delta=plan.delta, confidence=confidence)
-    detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
-    return row(method, "one run (retrained)", private.epsilon(), bound, detail), membership
+    def __init__(self, finished: _Finished, plan: Plan) -> None:
+        self._run, self._plan = finished, plan
+        self._all = splits_for(finished.settings, finished.settings.model or "")
+        _, _, self._splits = network(finished.settings, self._all)
+
+    def _private(self, data: tuple[Tensor, ...]) -> Private:
+        """The network before training, on other rows at the same sampling rate."""
+        settings, plan = self._run.settings, self._plan
+        model, public, _ = network(settings, self._all)
+        return make_private(
+            model,
+            _optimizer(settings, [p for p in model.parameters() if p.requires_grad]),
+            data,
+            loss=loss_of(self._splits, settings.precision),
+            method=self._run.statement["method"],
+            noise_multiplier=plan.noise_multiplier,
+            delta=plan.delta,
+            steps=plan.steps,
+            batch=max(1, round(plan.sampling_rate * len(data[0]))),
+            chunk=settings.chunk,
+            noise=plan.noise,
+            accountant=settings.accountant,
+            self_test=False,
+            post=settings.post,
+            public=public,
+        )
+
+    def one_run(self, canaries: int, confidence: float) -> Row:
+        """The audit from one run: strange test rows with wrong labels are behind the run's own rows, by fair coins."""
+        splits, plan = self._splits, self._plan
+        inputs, labels = (t[:canaries] for t in splits.test.data)
+        inputs, wrong = _shuffled(inputs), _wrong(labels, splits)
+        included = coins(len(labels), plan.noise)
+        private = self._private(
+            tuple(torch.cat([own, new[included]]) for own, new in zip(splits.train.data, (inputs, wrong), strict=True))
+        )
+        device = next(private.model.parameters()).device
+        total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
+        bound = verdict(total, included.numpy(), delta=plan.delta, confidence=confidence)
+        detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
+        return row(
+            methods.parse(self._run.statement["method"]), "one run (retrained)", private.epsilon(), bound, detail
+        )
+
+    def membership(self, shadows: int, progress: Callable[[str], None]) -> dict[str, Roc]:
+        """Attacks on the run's own model: its training rows are members, its test rows are not."""
+        members, others = self._splits.train.data, self._splits.test.data
+        model, _, _ = network(self._run.settings, self._all)
+        model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True))
+        found = {"logistic": logistic_attack(model, members, others)}
+        if shadows:
+            everybody = tuple(torch.cat(pair) for pair in zip(members, others, strict=True))
+            trained = itertools.count(1)
+
+            def train(rows: Tensor) -> nn.Module:
+                progress(f"shadow {next(trained)} of {shadows}")
+                private = self._private(tuple(t[rows] for t in everybody))
+                for batch in private.batches():
+                    private.step(batch)
+                return private.model
+
+            found["likelihood ratio"] = shadow_attack(model, train, members, others, shadows=shadows)
+        return found
+
+
+def _wrong(labels: Tensor, splits: Splits) -> Tensor:
+    """Any class but a row's own; for a regression, a number that is far off."""
+    if splits.task == "regression":
+        return labels + 10 * labels.std().clamp(min=1e-6)
+    return (labels + 1 + torch.arange(len(labels)) % (splits.classes - 1)) % splits.classes
 
 
 def _shuffled(inputs: Tensor) -> Tensor:
@@ -164,8 +226,8 @@ def _shuffled(inputs: Tensor) -> Tensor:
     return inputs.flatten(1).gather(1, order).view_as(inputs)
 
 
-def _text(plan: Plan, rows: list[Row], membership: Roc | None, finished: _Finished | None) -> str:
-    table = Table(box=None, pad_edge=False)
+def _text(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Finished | None) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("method", "audit", "claimed ε", "audited ≥", "could show", "verdict"):
         table.add_column(
             title, justify="right" if title in ("claimed ε", "audited ≥", "could show") else "left", no_wrap=True
@@ -177,46 +239,54 @@ def _text(plan: Plan, rows: list[Row], membership: Roc | None, finished: _Finish
         mark = Text("holds" if each.passed else "FALSE", style="" if each.passed else "bold red")
         table.add_row("" if each.method == before else labels[each.method], each.audit, *numbers, mark)
         before = each.method
-    legend = [Text(f"{label}: {method}") for method, label in labels.items() if " " in label]
+    legend = [Text(f"{label}: {method}") for method, label in labels.items() if label[-1].isdigit()]
     wrong = [Text(f"FALSE  {each.method}, {each.audit}: {each.detail}") for each in rows if not each.passed]
     generator = "secure noise" if plan.noise == "secure" else f"seeded noise ({plan.noise})"
     privacy = f"noise multiplier {plan.noise_multiplier:g}, rate {plan.sampling_rate:g}, {plan.steps} steps"
     last = [*legend, *wrong, Text(f"{privacy}, δ = {plan.delta:g}; {plan.confidence:.0%} {CONFIDENCE}; {generator}")]
-    if membership is not None:
-        last.append(Text(f"membership inference (logistic, on the run's model): {_area(membership)}"))
+    if any(each.audit == WHOLE_RUNS for each in rows):
+        last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {plan.run_delta:g}"))
+    last += [Text(f"membership inference, {name}: {_area(found)}") for name, found in membership.items()]
     if finished is not None:
-        last.append(Text(RETRAINED))
+        if len(membership) == 1:
+            last.append(Text("for the likelihood-ratio attack, which trains more models, write --shadows 8"))
+        last += [Text(RETRAINED), Text(f"kept in {finished.path / AUDIT}, where clipwise report finds it")]
     failed = sum(not each.passed for each in rows)
     last.append(Text(f"{failed} of {len(rows)} claims are false" if failed else f"all {len(rows)} claims hold"))
     return rendered(table, Text(""), *last)
 
 
 def _labels(expressions: list[str]) -> dict[str, str]:
-    """A short name for each method: its own, with a number where several have it."""
+    """A short name for each method: its own, with the settings that tell it from others of that name, or a number."""
     found: dict[str, str] = {}
-    names = [text.partition("(")[0] for text in dict.fromkeys(expressions)]
-    for number, text in enumerate(dict.fromkeys(expressions)):
-        name = names[number]
-        found[text] = name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}"
+    made_of = {text: methods.parse(text) for text in dict.fromkeys(expressions)}
+    for text, method in made_of.items():
+        same = [other for other in made_of.values() if other.name == method.name]
+        differ = [key for key in method.settings if len({str(other.settings.get(key)) for other in same}) > 1]
+        label = " ".join([method.name, *(str(method.settings[key]) for key in differ)])
+        found[text] = label if len(label) <= LABEL else f"{method.name} {same.index(method) + 1}"
     return found
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}" if value < 1e4 else "∞"
+    return "–" if value is None else "∞" if value >= 1e4 else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _area(roc: Roc) -> str:
-    return f"area under the curve {roc.area:.3f}, 95 % in [{roc.low:.3f}, {roc.high:.3f}]; 0.5 is guessing"
+    found = f"{roc.tpr_at(0.01):.1%} of the members at 1% false alarms"
+    return f"area {roc.area:.3f}, 95% in [{roc.low:.3f}, {roc.high:.3f}], 0.5 is guessing; {found}"
 
 
-def _json(plan: Plan, rows: list[Row], membership: Roc | None, finished: _Finished | None) -> str:
+def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Finished | None) -> str:
     found: dict[str, Any] = {
         "passed": all(each.passed for each in rows),
         "plan": asdict(plan),
         "rows": [each.as_dict() for each in rows],
     }
-    if finished is not None and membership is not None:
-        found["run"] = str(finished.path)
-        found["note"] = RETRAINED
-        found["membership"] = {name: getattr(membership, name) for name in ("area", "low", "high")}
+    if finished is not None:
+        found |= {
+            "run": str(finished.path),
+            "note": RETRAINED,
+            "membership": {name: roc.as_dict() for name, roc in membership.items()},
+        }
     return json.dumps(found, indent=2, ensure_ascii=False) + "\n"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -161,7 +162,7 @@ def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:
         )
     if isinstance(data, IterableDataset):
         _refuse_iterable(data)
-    if isinstance(data, Subset):
+    if isinstance(data, (Subset, ConcatDataset)):
         _refuse_repeats(data)
     if collate is None and type(data) is TensorDataset:  # a subclass may read its samples in another way
         return Arrays(data.tensors)
@@ -263,15 +264,23 @@ def _refuse_iterable(data: object) -> NoReturn:
     )
 
 
-def _refuse_repeats(data: Subset[Any]) -> None:
+def _refuse_repeats(data: Dataset[Any]) -> None:
     """A row that stands in the data twice is moved by twice the bound when its owner leaves."""
-    indices = torch.as_tensor(data.indices, dtype=torch.long)
-    values, counts = torch.unique(indices, return_counts=True)
-    if len(values) < len(indices):
+    rows, counts = torch.unique(_origins(data), dim=0, return_counts=True)
+    if bool((counts > 1).any()):
         raise Refused(
-            f"data must hold every sample once, got a Subset with index {int(values[counts > 1][0])} repeated: "
-            "a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
+            f"data must hold every sample once, got a {type(data).__name__} with index {int(rows[counts > 1][0, 1])} "
+            "repeated: a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
         )
+
+
+def _origins(data: Any) -> Tensor:
+    """Where each row comes from, through subsets and concatenations: [row, (data set, index)]."""
+    if isinstance(data, Subset):
+        return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long)]
+    if isinstance(data, ConcatDataset):
+        return torch.cat([_origins(part) for part in data.datasets])
+    return torch.stack([torch.full((len(data),), id(data)), torch.arange(len(data))], 1)
 
 
 def _listed(lengths: Mapping[str, int]) -> str:
