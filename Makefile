@@ -11,7 +11,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-demo: $(READY)  ## train six methods privately on embedded data and compare them
+demo: $(READY)  ## train seven methods privately on embedded data and compare them
 	$(BIN)/clipwise compare --data digits --epsilon 3 --epochs 20
 
 test: $(READY)

@@ -152,7 +152,8 @@ def test_train_writes_a_run_and_says_where(capsys: pytest.CaptureFixture[str], h
     assert "psac(clip_norm=1.0, r=0.1)" in output.out
     assert output.err == ""
     assert {path.name for path in folder.iterdir()} == {
-        "settings.toml", "ledger.jsonl", "metrics.jsonl", "model.pt", "statement.json", "statement.txt"
+        "settings.toml", "ledger.jsonl", "metrics.jsonl", "diagnostics.jsonl", "calibration.json", "model.pt",
+        "statement.json", "statement.txt",
     }  # fmt: skip
 
 

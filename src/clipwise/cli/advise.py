@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +30,7 @@ from clipwise.accounting import Ledger, spent
 from clipwise.accounting.calibration import least_noise
 from clipwise.cli.runs import _steps, loss_of, network, new_folder, resolved, short, splits_for, use_threads
 from clipwise.cli.screen import rendered
-from clipwise.config import AdviseConfig, TrainConfig
+from clipwise.config import AdviseConfig, TrainConfig, flag
 from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import Method
@@ -38,7 +39,7 @@ from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import Loss, per_sample
 from clipwise.report.figures import Axis, Bars, Figure, Line, Mark, Panel, Rule
 from clipwise.report.folder import LEDGER, write
-from clipwise.report.page import TOGGLE, document, figure_html
+from clipwise.report.page import TOGGLE, document, figure_html, plain
 from clipwise.report.plots import plotted
 from clipwise.sampling import chunks
 from clipwise.types import Gaussian, InputError, Part, PoissonGaussian, PrivateSum, positive, whole
@@ -84,25 +85,25 @@ def run(config: AdviseConfig) -> str:
     use_threads(plan)
     splits = splits_for(plan, plan.model)
     steps, rate = _steps(plan, len(splits.train)), min(1.0, plan.batch / len(splits.train))
-    sigma = plan.noise_multiplier or accounting.calibrate(
-        epsilon=plan.epsilon or 3.0, delta=plan.delta, sampling_rate=rate, steps=steps, accountant=plan.accountant
-    )
-    run_event = (PoissonGaussian(sigma, rate), steps)
     folder = Path(config.folder or new_folder(f"advise-{short(config.data)}"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"the folder {folder} is not empty: choose another with --folder")
     if config.spend is not None:
-        advice, figures = _from_norms(config, plan, splits, run_event, folder)
+        advice, figures = _from_norms(config, plan, splits, rate, steps, folder)
     else:
         proxy, about = _proxy(config, plan, splits)
+        sigma = plan.noise_multiplier or accounting.calibrate(
+            epsilon=plan.epsilon or 0.0, delta=plan.delta, sampling_rate=rate, steps=steps, accountant=plan.accountant
+        )
         advice, figures = _from_proxy(config, plan, proxy, about, sigma)
     folder.mkdir(parents=True, exist_ok=True)
     page = write(folder / "advice.html", _page(config, advice, figures))
-    write(folder / "advice.json", json.dumps(asdict(advice), indent=2, ensure_ascii=False) + "\n")
+    values = plain(asdict(advice))
+    write(folder / "advice.json", json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     plots = plotted(figures, folder / "plots")
     if config.json:
         places = {"page": str(page), "plots": [str(plot) for plot in plots]}
-        return json.dumps(asdict(advice) | places, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps(values | places, indent=2, ensure_ascii=False) + "\n"
     return _text(advice, page)
 
 
@@ -193,11 +194,11 @@ def _descend(model: nn.Module, loss: Loss, data: Arrays, steps: int, plan: Train
 
 
 def _clips(edges: Sequence[float]) -> list[float]:
-    """1 and 3 times powers of ten, from far below the longest gradient before training to beyond it."""
+    """1 and 3 times powers of ten, from far below the longest gradient before training to what it may grow to."""
     if not edges:
         raise InputError("every gradient of the proxy is zero, so that there is nothing to clip: choose another model")
     known = [digit * 10.0**k for k in range(-9, 9) for digit in (1, 3)]
-    return [float(f"{clip:.1g}") for clip in known if edges[-1] / 1000 <= clip <= 3 * edges[-1]]
+    return [float(f"{clip:.1g}") for clip in known if edges[-1] / 300 <= clip <= 30 * edges[-1]]
 
 
 def _with(family: str, clips: Sequence[float]) -> list[Method]:
@@ -231,13 +232,13 @@ def _option(family: str, clips: Sequence[float], looks: Sequence[Diagnosis]) -> 
 def _reason(pick: Option, options: Sequence[Option], clips: int, looks: int) -> str:
     best = max(options, key=lambda option: option.alignment)
     name = _name(pick.method)
-    tried = f"{len(options)} methods at {clips} clip norms, {looks} {'look' if looks == 1 else 'looks'}"
+    tried = f"{len(options)} methods at {clips} clip norms ({looks} {'look' if looks == 1 else 'looks'})"
     points = f"what it would release has a cosine of {pick.alignment:.3f} with the true gradient"
     first = f"{name} at {pick.clip_norm:g}: {points}, the best of {tried}."
     if best is not pick:
         first = (
-            f"{name} at {pick.clip_norm:g}: {points}; the best of {tried}, "
-            f"{_name(best.method)}, has {best.alignment:.3f}, which is as good, and {name} is simpler."
+            f"{name} at {pick.clip_norm:g}: {points}. Of {tried} the best is {_name(best.method)} with "
+            f"{best.alignment:.3f}; {name} is as good, within {CLOSE:.0%}, and simpler."
         )
     parts = (
         f"{pick.bias:.0%} of its clipped mean is off the true direction, and noise is {pick.noise:.3g} times as long."
@@ -268,11 +269,16 @@ def _figures(looks: Sequence[Diagnosis], clips: Sequence[float], pick: Option) -
 
 
 def _from_norms(
-    config: AdviseConfig, plan: TrainConfig, splits: Splits, run_event: tuple[PoissonGaussian, int], folder: Path
+    config: AdviseConfig, plan: TrainConfig, splits: Splits, rate: float, steps: int, folder: Path
 ) -> tuple[Advice, list[Figure]]:
     """Release a histogram of all samples' gradient norms through the Gaussian mechanism, and take its median."""
-    epsilon = positive("spend", config.spend or 0.0)
-    sigma = least_noise(lambda noise: [(Gaussian(noise, WHAT), 1)], epsilon, plan.delta, plan.accountant)
+    spend = positive("spend", config.spend or 0.0)
+    if plan.epsilon is not None and spend >= plan.epsilon:
+        raise InputError(
+            f"--spend must be less than the ε of the planned run, {plan.epsilon:g}, got {spend:g}: write --spend "
+            f"{plan.epsilon / 10:g}"
+        )
+    sigma = least_noise(lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant)
     event = Gaussian(sigma, WHAT)
     model, _, _ = network(plan, splits)  # its weights are drawn from a seed: they know nothing of the data
     counts = _counts(model, loss_of(splits), splits.train, plan.chunk or 256)
@@ -286,7 +292,9 @@ def _from_norms(
     noisy = released.gradient["counts"].clamp(min=0.0)
     clip = median(noisy)
     method = str(methods.flat(clip_norm=clip))
-    both = spent([(event, 1), run_event], plan.delta, plan.accountant)
+    planned = None if plan.noise_multiplier is None else PoissonGaussian(plan.noise_multiplier, rate)
+    # the command counts this release towards the planned ε, where that is how the run was planned
+    both = plan.epsilon if planned is None else spent([(event, 1), (planned, steps)], plan.delta, plan.accountant)
     advice = Advice(
         method=method,
         clip_norm=clip,
@@ -296,7 +304,7 @@ def _from_norms(
             "biased: for that, give public data with --public."
         ),
         measured_on=f"all {len(splits.train)} private samples, through noise",
-        command=_command(plan, method, clip),
+        command=_command(replace(plan, spent=str(folder)), method, clip),
         epsilon_spent=cost,
         epsilon_with_run=both,
     )
@@ -314,10 +322,15 @@ def _counts(model: nn.Module, loss: Loss, data: Arrays, size: int) -> Tensor:
 
 
 def median(counts: Tensor) -> float:
-    """The upper edge of the bin that half of the counts do not go beyond, to one digit and a half; within EDGES."""
-    share = counts.cumsum(0) / counts.sum().clamp(min=1e-9)
-    place = int((share < 0.5).sum())
-    return float(f"{EDGES[min(place, len(EDGES) - 1)]:.2g}")
+    """The norm that half of the samples do not exceed, to two digits: within its bin as if norms were even there."""
+    half = float(counts.sum()) / 2
+    below = 0.0
+    for low, high, inside in zip((EDGES[0], *EDGES), (*EDGES, EDGES[-1]), counts.tolist(), strict=True):
+        if below + inside >= half:
+            within = (half - below) / inside if inside > 0 else 1.0
+            return float(f"{low * (high / low) ** within:.2g}")
+        below += inside
+    return EDGES[-1]
 
 
 # ------------------------------------------------------------------------------------------------------- words
@@ -342,7 +355,8 @@ def _command(plan: TrainConfig, method: str, clip: float) -> str:
     for name in ("epsilon", "noise_multiplier", "delta", "epochs", "steps", "batch"):
         value = getattr(plan, name)
         if value is not None:
-            words += ["--" + name.replace("_", "-"), f"{value:g}"]
+            words += [flag(name), f"{value:.12g}"]
+    words += [] if plan.spent is None else [flag("spent"), plan.spent]
     words += ["--learning-rate", f"{(plan.learning_rate or 0.5) / clip:.2g}"]
     return shlex.join(words)
 
@@ -351,9 +365,8 @@ def _cost(advice: Advice) -> str:
     if not advice.epsilon_spent:
         return "Nothing was read of the private data but its shape and size: no privacy was spent."
     return (
-        f"This advice cost ε = {advice.epsilon_spent:.3g} of the private data, which the ledger beside it records; "
-        f"with the planned run it is {advice.epsilon_with_run:.3f} together. Give that ledger to "
-        "make_private(ledger=…), so that the run's statement counts both."
+        f"This advice cost ε = {advice.epsilon_spent:.3g} of the private data, as the ledger beside it records. With "
+        f"the run below it is {advice.epsilon_with_run:.3f} together: --spent makes that run count both."
     )
 
 
@@ -364,21 +377,54 @@ def _page(config: AdviseConfig, advice: Advice, figures: Sequence[Figure]) -> st
         title,
         f"<header><p class=brand>clipwise advise</p>{TOGGLE}<h1>{escape(title)}</h1>"
         f"<p class=sub>Measured on {escape(advice.measured_on)}.</p></header><main>"
-        f"<section class=answer><p class=lead-in>Begin with <b>{escape(advice.method)}</b>.</p>"
-        f"<p>{escape(advice.reason)}</p><p><code>{escape(advice.command)}</code></p>"
-        f"<p class=warn>{escape(_cost(advice))}</p></section><section><div class=pair>{charts}</div></section></main>",
+        "<section class=answer aria-label='The advice'>"
+        f"<p class=lead-in>Begin with <b>{escape(advice.method)}</b>.</p><p>{escape(advice.reason)}</p>"
+        f"<p class=warn>{escape(_cost(advice))}</p>{_typed(advice.command)}</section>"
+        f"<section><div class=pair>{charts}</div></section>{_table(advice)}</main>",
+    )
+
+
+def _typed(command: str) -> str:
+    """The command for a page, whose lines break before an option and not within its name."""
+    words = re.sub(r"(--[a-z-]+)", r"<span class=word>\1</span>", escape(command))
+    return f"<pre tabindex=0>{words}</pre>"
+
+
+COLUMNS = ("clip norm", "alignment", "bias", "noise", "clipped")
+
+
+def _numbers(each: Option) -> tuple[str, ...]:
+    clip = "any" if each.scale_free else f"{each.clip_norm:g}"
+    return clip, f"{each.alignment:.3f}", f"{each.bias:.1%}", f"{each.noise:.3g}", f"{each.clipped:.0%}"
+
+
+def _table(advice: Advice) -> str:
+    if not advice.options:
+        return ""
+    heads = "<th scope=col>method</th>" + "".join(f"<th scope=col class=num>{name}</th>" for name in COLUMNS)
+    lines = "".join(
+        f"<tr{' class=best' if each.method == advice.method else ''}><th scope=row>{escape(_name(each.method))}</th>"
+        + "".join(f"<td class=num>{number}</td>" for number in _numbers(each))
+        + "</tr>"
+        for each in advice.options
+    )
+    return (
+        "<section><h2>Each method at its best clip norm</h2><p class=sub>Alignment is the cosine of what would be "
+        "released with the true gradient; bias, the share of the clipped mean that is off the true direction; noise, "
+        "its length over that of the clipped mean. Means over looks; bold is the advice.</p>"
+        "<div class=scroll role=region aria-label='Each method at its best clip norm' tabindex=0>"
+        f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div></section>"
     )
 
 
 def _text(advice: Advice, page: Path) -> str:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("method")
-    for name in ("clip norm", "alignment", "bias", "noise", "clipped"):
+    for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for each in advice.options:
-        clip = "any" if each.scale_free else f"{each.clip_norm:g}"
-        numbers = (clip, f"{each.alignment:.3f}", f"{each.bias:.1%}", f"{each.noise:.3g}", f"{each.clipped:.0%}")
-        table.add_row(Text(_name(each.method)), *numbers, style="bold" if each.method == advice.method else "")
+        style = "bold" if each.method == advice.method else ""
+        table.add_row(Text(_name(each.method)), *_numbers(each), style=style)
     parts: list[Any] = [Text(f"begin with {advice.method}", style="bold"), Text(advice.reason)]
     parts += ["", table, ""] if advice.options else []
     parts += [Text(f"Measured on {advice.measured_on}. {_cost(advice)}")]

@@ -15,7 +15,7 @@ from clipwise.cli.runs import new_folder
 from clipwise.cli.screen import rendered
 from clipwise.config import ReportConfig
 from clipwise.report import read, written
-from clipwise.report.answer import answer, rows
+from clipwise.report.answer import rows, told
 from clipwise.types import InputError
 
 
@@ -28,9 +28,9 @@ def run(config: ReportConfig) -> str:
     found = read(config.runs)
     folder = Path(config.folder or (config.runs[0] if len(config.runs) == 1 else new_folder("report")))
     page, numbers, *plots = written(found, folder, plots=True)
-    told = [text.replace("*", "") for text in answer(rows(found)) if text]
+    answer = told(rows(found))
     if config.json:
         places = {"report": str(page), "numbers": str(numbers), "plots": [str(plot) for plot in plots]}
-        return json.dumps({**places, "runs": len(found), "answer": told}, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps({**places, "runs": len(found), "answer": answer}, indent=2, ensure_ascii=False) + "\n"
     drawn = f"plots for papers  {plots[0].parent}" if plots else "no plots: they need pip install matplotlib"
-    return f"{rendered(Text(' '.join(told)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}\n"
+    return f"{rendered(Text(' '.join(answer)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}\n"

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Bar:
-    """One line per run with its steps, what was measured last (ε, accuracy, loss, share clipped), and the time left.
+    """One line per run with its steps, what was seen last (ε, share clipped, loss, accuracy), and the time left.
 
     With ``lines`` each measurement is also a line of JSON on standard output, for programs that watch.
     *Edge cases*: no bar is shown where standard error is not a terminal, or where ``quiet``.
@@ -26,9 +26,10 @@ class Bar:
 
     def __init__(self, *, quiet: bool, lines: bool = False) -> None:
         console = Console(stderr=True)
+        self._width, self._bar = console.width, min(24, console.width // 8)
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=self._bar),
             MofNCompleteColumn(),
             TextColumn("{task.fields[measured]}"),
             TimeRemainingColumn(compact=True),
@@ -38,7 +39,7 @@ class Bar:
         )
         self._task: TaskID | None = None
         self._started, self._lines, self._name = False, lines, ""
-        self._began, self._first, self._clipped = 0.0, 0, math.nan
+        self._began, self._first, self._taken = 0.0, 0, 0
 
     def __enter__(self) -> Self:
         """Show it."""
@@ -53,27 +54,26 @@ class Bar:
 
     def begin(self, name: str) -> None:
         """A new line; it pulses until the first step is done."""
-        self._task, self._started = self._progress.add_task(name, total=None, measured="preparing"), False
-        self._name, self._clipped = name.strip(), math.nan
+        longest = self._width // 4
+        shown = name[:longest] if len(name.strip()) <= longest else f"{name[: longest - 1]}…"
+        self._task, self._started = self._progress.add_task(shown, total=None, measured="preparing"), False
+        self._taken = len(shown) + self._bar + len("00:00") + 5  # columns of everything but the steps and what was seen
+        self._name = name.strip()
 
     def __call__(self, done: int, total: int, row: Mapping[str, float]) -> None:
-        """Show how far the run is; ``row`` is its last measurement."""
+        """Show how far the run is; ``row`` is what was seen of it last."""
         assert self._task is not None
         if not self._started:  # a resumed run does not begin at 0, which would spoil the time left
             self._progress.reset(self._task, total=total, completed=done)
             self._started, self._began, self._first = True, time.monotonic(), done
-        self._clipped = row.get("clipped", self._clipped)  # not every measurement looks at gradients
-        self._progress.update(self._task, completed=done, measured=self._measured(row) if row else "")
+        room = self._width - self._taken - len(f"{total}/{total}")
+        self._progress.update(self._task, completed=done, measured=_measured(row, room))
         if self._lines and row.get("step") == done:
             print(self._line(done, total, row), flush=True)
 
-    def _measured(self, row: Mapping[str, float]) -> str:
-        parts = [f"ε {row['epsilon']:.2f}", " ".join(quality(row)), f"loss {row['loss']:.3g}"]
-        return ", ".join([*parts, *([f"clipped {self._clipped:.0%}"] if math.isfinite(self._clipped) else [])])
-
     def _line(self, done: int, total: int, row: Mapping[str, float]) -> str:
         each = (time.monotonic() - self._began) / max(1, done - self._first)  # the first step set the clock
-        values = {**row, "clipped": self._clipped, "seconds_left": round(each * (total - done), 1)}
+        values = {"clipped": math.nan, **row, "seconds_left": round(each * (total - done), 1)}
         # JSON has no NaN: what is not known, or diverged, is null
         known = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return json.dumps({"run": self._name, **known, "step": done, "steps": total}, ensure_ascii=False)
@@ -82,6 +82,16 @@ class Bar:
         """Say that Ctrl-C was heard."""
         if self._task is not None:
             self._progress.update(self._task, measured="stopping after this step; Ctrl-C again stops at once")
+
+
+def _measured(row: Mapping[str, float], room: int) -> str:
+    """What was seen last, as much of it as there is room for; only the clipped share is known from the beginning."""
+    parts = [f"ε {row['epsilon']:.2f}"] if "epsilon" in row else []
+    parts += [f"clipped {row['clipped']:.0%}"] if "clipped" in row else []
+    parts += [f"loss {row['loss']:.3g}", " ".join(quality(row))] if "epsilon" in row else []
+    while parts and len(", ".join(parts)) > room:
+        parts.pop()
+    return ", ".join(parts)
 
 
 def quality(row: Mapping[str, float]) -> tuple[str, str]:

@@ -16,6 +16,8 @@ import torch
 from clipwise.report.figures import fair
 from clipwise.report.runs import Recorded, own
 
+NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
+
 
 @dataclass(frozen=True)
 class Row:
@@ -35,8 +37,14 @@ class Row:
     clipped: float | None  # share of samples that were shortened, mean over looks
     same_clipped: float | None  # the same, over the looks of all runs
     spread: float | None  # weight of a short gradient (5 % quantile) over that of a long one (95 %); 1 is equal
+    unseen: str  # state of the method that no look at gradients shows, such as its feedback
     ece: float | None
     audit: bool | None  # whether every claim held
+
+    @property
+    def said(self) -> str:
+        """The name as a sentence has it, between asterisks."""
+        return f"*{self.name.replace('*', '∗')}*"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; JSON has no NaN."""
@@ -62,6 +70,7 @@ def rows(runs: Sequence[Recorded]) -> list[Row]:
             clipped=_mean(run, "clipped"),
             same_clipped=clipped[run.name],
             spread=_spread(run, runs),
+            unseen=next((own(look)["unseen"] for look in run.looks), ""),
             ece=None if run.calibration is None else run.calibration["ece"],
             audit=None if run.audit is None else bool(run.audit["passed"]),
         )
@@ -81,20 +90,38 @@ def answer(found: Sequence[Row]) -> list[str]:
 
     if len(measured) < 2:
         return _quality(found, None)
-    least, most = min(measured, key=bias), max(measured, key=bias)
-    on = "on the same gradients" if len(shared) > 1 else "over its own run"
-    said = [
-        f"*{least.name}* is the least biased: {on}, {bias(least):.0%} of its clipped mean points away from the true "
-        f"one. At the other end is *{most.name}* with {bias(most):.0%}.",
-        _reason(least, most),
-    ]
+    least, *others = sorted(measured, key=bias)
+    most = others[-1]
+    near = [f"{row.said} ({bias(row):.0%})" for row in others[:-1] if bias(row) < bias(least) + NEAR]
+    close = f" Close behind: {', '.join(near)}." if near else ""
+    points = f"{bias(least):.0%} of its clipped mean gradient points away from the true one"
+    end = f"The most biased is {most.said} with {bias(most):.0%}."
+    if len(shared) > 1:
+        said = [f"{least.said} is the least biased: {points}.{close} {end}", _reason(least, most)]
+    else:
+        said = [
+            f"Over its own run {least.said} was the least biased: {points}.{close} {end}",
+            "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all "
+            "about the same gradients.",
+        ]
     quiet = _best(found, lambda row: row.noise, min)
     if quiet is not None and least.noise is not None and quiet is not least:
         said.append(
-            f"Bias is half of it, noise the other half: one step’s noise is {least.noise:.2g} times as long as the "
-            f"gradient it hides with *{least.name}*, and {quiet.noise:.2g} times with *{quiet.name}*, the least."
+            f"Less bias can mean more noise: with {least.said} one step’s noise is {least.noise:.2g} times as long "
+            f"as the gradient it hides, with {quiet.said}, the least noisy, {quiet.noise:.2g} times."
         )
     return [*said, *_quality(found, _best(found, lambda row: row.alignment, max))]
+
+
+def told(found: Sequence[Row]) -> list[str]:
+    """The answer as plain text, what an audit refuted first."""
+    return [text.replace("*", "") for text in (refuted(found), *answer(found)) if text]
+
+
+def refuted(found: Sequence[Row]) -> str:
+    """What to know before anything else: whose ε an audit found to be false."""
+    false = [row.said for row in found if row.audit is False]
+    return f"An audit shows that the ε claimed of {', '.join(false)} is FALSE: do not rely on it." if false else ""
 
 
 def _single(row: Row) -> list[str]:
@@ -103,7 +130,7 @@ def _single(row: Row) -> list[str]:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
         reached = f" ended with an error of {row.error:.4g}"
-    said = [f"*{row.name}*{reached or ' was trained'} at ε = {row.epsilon:.3g}, δ = {row.delta:g}."]
+    said = [f"{row.said}{reached or ' was trained'} at ε = {row.epsilon:.3g}, δ = {row.delta:g}."]
     if row.bias is not None and row.clipped is not None:
         said.append(
             f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
@@ -116,13 +143,13 @@ def _reason(least: Row, most: Row) -> str:
     if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
         mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
         return (
-            f"Why: it treats samples more equally. A short gradient weighs {mild} times as much as a long one with "
-            f"*{least.name}*, and {harsh} times with *{most.name}*; unclipped, all weigh the same."
+            f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild} times as much "
+            f"as a long one, with {most.said} {harsh} times; unclipped, all weigh the same."
         )
     few, many = least.same_clipped or least.clipped, most.same_clipped or most.clipped
     if few is not None and many is not None and few < many:
         return (
-            f"Why: it leaves more samples as they are. It shortens {few:.0%} of them, *{most.name}* {many:.0%}, and "
+            f"Why: it leaves more samples as they are. It shortens {few:.0%} of them, {most.said} {many:.0%}, and "
             "what is cut off long gradients is missing from the mean."
         )
     return "Why: “Where the bias comes from” shows how unequally each method treats samples."
@@ -130,13 +157,16 @@ def _reason(least: Row, most: Row) -> str:
 
 def _quality(found: Sequence[Row], truest: Row | None) -> list[str]:
     """Who is best where bias and noise meet, and who is most accurate."""
-    best = _best(found, lambda row: row.accuracy, max)
+    best, nearest = _best(found, lambda row: row.accuracy, max), _best(found, lambda row: row.error, min)
     said = []
     if truest is not None:
-        said.append(f"Both together, what *{truest.name}* releases points best along the true gradient.")
+        said.append(f"With bias and noise together, what {truest.said} releases points best along the true gradient.")
     if best is not None:
         also = "also " if best is truest else ""
-        said.append(f"The most accurate model is {also}*{best.name}*’s: {best.accuracy:.1%} at ε = {best.epsilon:.3g}.")
+        said.append(f"The most accurate model is {also}{best.said}’s: {best.accuracy:.1%} at ε = {best.epsilon:.3g}.")
+    elif nearest is not None:
+        also = "also " if nearest is truest else ""
+        said.append(f"The least error is {also}{nearest.said}’s: {nearest.error:.4g} at ε = {nearest.epsilon:.3g}.")
     return [" ".join([*said, "One run each: small differences are chance."])] if said else []
 
 

@@ -152,13 +152,15 @@ def noise(runs: Sequence[Recorded]) -> Figure | None:
 
 def alignment(runs: Sequence[Recorded]) -> Figure | None:
     """Cosine of the released gradient with the true mean."""
+    lines = _lines(runs, lambda run: run.looks, lambda row: row["step"], lambda row: own(row)["alignment"])
+    least = min((value for line in lines if isinstance(line, Line) for value in line.y), default=0.0)
     return _one(
         "alignment",
         "Bias and noise together",
         "The cosine of what is released with the true gradient: 1 points along it, 0 says nothing. Higher is better.",
         Axis("step"),
-        Axis("cosine with the true gradient", low=0.0),
-        _lines(runs, lambda run: run.looks, lambda row: row["step"], lambda row: own(row)["alignment"]),
+        Axis("cosine with the true gradient", low=min(0.0, least)),
+        lines,
     )
 
 
@@ -171,12 +173,12 @@ def same_gradients(runs: Sequence[Recorded]) -> Figure | None:
         return None
     looks = sum(len(run.looks) for run in runs)
     others = [run.name for run in runs if run.name not in found]
-    alone = f" Not {', '.join(others)}: only its own run tells." if others else ""
+    alone = f" Not here: {', '.join(others)}, which only its own run can tell." if others else ""
     rank = Rank(tuple(order), tuple(colours[name] for name in order), tuple(found[name] for name in order))
     return _one(
         "same-gradients",
-        "Bias on the very same gradients",
-        f"Each method was asked what it would do at all {looks} looks, whoever was training. Shorter is better.{alone}",
+        "Bias on the same gradients",
+        f"Every method was asked about the same {looks} looks, whoever was training. Shorter is better.{alone}",
         Axis("off the true direction", low=0.0, percent=True),
         Axis(""),
         [rank],

@@ -4,16 +4,19 @@ Receives: nothing.
 Gives: STYLE and SCRIPT, which a page holds inside itself.
 """
 
-# Eight hues that also differ for colour-blind readers, each in a version for light and for dark paper.
+# Eight hues that also differ for colour-blind readers, each in a version for light and for dark paper, on which its
+# contrast is at least 3, as lines need it (WCAG 1.4.11).
+HUES = ("#2a78d6", "#e2602b", "#13936a", "#b98000", "#dd5f90", "#007500", "#4a3aa7", "#d93b3a")
+_HUES_DARK = ("#3987e5", "#e0703c", "#1fae7c", "#d29a1c", "#d8618e", "#3da53d", "#9085e9", "#e66767")
 _LIGHT = (
     "--paper:#f7f7f4;--card:#ffffff;--ink:#141413;--soft:#52514e;--faint:#6b6a65;--rule:#e3e2dc;--axis:#b9b8b0;"
-    "--link:#1c5cab;--warn:#fdf3d7;--warn-ink:#5c4300;"
-    "--s0:#2a78d6;--s1:#eb6834;--s2:#1baf7a;--s3:#d99400;--s4:#e06a98;--s5:#008300;--s6:#4a3aa7;--s7:#e34948;"
+    "--link:#1c5cab;--warn:#fdf3d7;--warn-ink:#5c4300;--false:#fde3e1;--false-ink:#8a1410;"
+    + "".join(f"--s{number}:{hue};" for number, hue in enumerate(HUES))
 )
 _DARK = (
     "--paper:#111110;--card:#1b1b1a;--ink:#f4f3ef;--soft:#c3c2b7;--faint:#a3a299;--rule:#30302d;--axis:#55544f;"
-    "--link:#86b6ef;--warn:#33290f;--warn-ink:#f3dfa6;"
-    "--s0:#3987e5;--s1:#e0703c;--s2:#1fae7c;--s3:#d29a1c;--s4:#d8618e;--s5:#3da53d;--s6:#9085e9;--s7:#e66767;"
+    "--link:#86b6ef;--warn:#33290f;--warn-ink:#f3dfa6;--false:#43191a;--false-ink:#ffc9c4;"
+    + "".join(f"--s{number}:{hue};" for number, hue in enumerate(_HUES_DARK))
 )
 
 STYLE = (
@@ -44,21 +47,27 @@ border-radius:8px;padding:6px 12px;cursor:pointer}
 a{color:var(--link);text-underline-offset:2px}
 :focus-visible{outline:3px solid var(--link);outline-offset:2px;border-radius:4px}
 section{margin:0 0 36px}
-.answer{background:var(--card);border:1px solid var(--rule);border-radius:14px;padding:22px 26px 20px;margin-top:14px}
-.answer p{max-width:78ch;margin:0 0 8px}
-.answer .lead-in{font-size:21px;line-height:1.4;margin-bottom:12px}
+.answer{background:var(--card);border:1px solid var(--rule);border-radius:14px;padding:22px 26px 20px;margin-top:14px;
+display:grid;grid-template:auto auto/minmax(0,1fr);gap:0 44px}
+.answer p{max-width:78ch;margin:0 0 10px}
+.answer .lead-in{font-size:21px;line-height:1.4;margin-bottom:14px}
 .answer .warn{background:var(--warn);color:var(--warn-ink);padding:9px 13px;border-radius:8px;font-size:14px;
-margin:14px 0 0;max-width:none}
-.pair,.trio{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:18px;
-align-items:stretch}
-.trio{grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr))}
+margin:10px 0 0;max-width:none}
+.false{background:var(--false);color:var(--false-ink);padding:9px 13px;border-radius:8px}
+.answer figure{border:0;padding:0;margin-bottom:14px}
+@media(min-width:901px){
+.answer:has(figure){grid-template-columns:minmax(0,1fr) minmax(0,440px)}
+.answer figure{grid-area:1/2/3/3}
+.answer .warn{grid-column:1/-1}
+}
+.pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:18px;align-items:stretch}
+.pair figure:only-child:not(.many){max-width:620px}
 figure{margin:0;background:var(--card);border:1px solid var(--rule);border-radius:14px;padding:18px 20px 14px;
 min-width:0}
 figure.many{grid-column:1/-1}
 figcaption p{color:var(--soft);font-size:14px;line-height:1.45;margin:0 0 12px;max-width:80ch}
 .many .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:18px 22px}
 .chart{display:block;width:100%;max-width:560px;height:auto;overflow:visible;font-size:12px}
-.trio .chart{font-size:13px}
 .chart+.chart{margin-top:6px}
 .many .chart{font-size:12px;margin:0;max-width:290px}
 .chart text{fill:var(--soft)}
@@ -71,25 +80,31 @@ figcaption p{color:var(--soft);font-size:14px;line-height:1.45;margin:0 0 12px;m
 .chart .rule{stroke:var(--soft);stroke-width:1.3;stroke-dasharray:5 4}
 .chart .s{transition:opacity .12s}
 .chart .s polyline{fill:none;stroke:var(--c);stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}
-.chart .s .lead{stroke-width:1;opacity:.6}
+.chart .s .lead{stroke-width:1;opacity:.8;stroke-dasharray:1 3}
 .chart .s circle{fill:var(--c);stroke:var(--card);stroke-width:1.2}
 .chart .s rect{fill:var(--c)}.chart .s polygon{fill:var(--c)}
 .chart .plain{--c:var(--axis)}
 [data-on] .chart .s[data-run]{opacity:.14}
-.scroll{overflow-x:auto;background:var(--card);border:1px solid var(--rule);border-radius:14px}
+.scroll{overflow-x:auto;border:1px solid var(--rule);border-radius:14px;
+background:linear-gradient(to left,var(--card) 40%,transparent) right/44px 100% no-repeat local,
+linear-gradient(to left,color-mix(in srgb,var(--ink) 22%,transparent),transparent) right/16px 100% no-repeat scroll,
+var(--card)}
 table{border-collapse:collapse;width:100%;font-size:15px}
 th,td{padding:9px 14px;text-align:left;border-top:1px solid var(--rule);vertical-align:baseline}
 thead th{border-top:0;vertical-align:top;font-weight:600}
 th small{display:block;color:var(--faint);font-weight:400;font-size:12.5px;line-height:1.3}
 thead small{max-width:13ch;margin-left:auto}
 tbody th{font-weight:500}
-#runs tbody th small{margin-left:19px;word-break:break-word;max-width:34ch}
+#runs tbody th{padding-left:33px;text-indent:-19px}
+#runs tbody th small{text-indent:0;max-width:34ch}
+#runs tbody th{overflow-wrap:anywhere;min-width:190px}
 .num{text-align:right;font-variant-numeric:tabular-nums}
-.best{font-weight:700}
+.best,.best th{font-weight:700}
+.word{white-space:nowrap}
 thead button{white-space:nowrap;border:0;background:none;padding:2px 0;font-weight:600;font-size:15px}
 thead button:hover{text-decoration:underline}
-th[aria-sort=ascending] button::after{content:" ▲";font-size:10px}
-th[aria-sort=descending] button::after{content:" ▼";font-size:10px}
+th[aria-sort=ascending] button::after{content:" ▲";content:" ▲"/"";font-size:10px}
+th[aria-sort=descending] button::after{content:" ▼";content:" ▼"/"";font-size:10px}
 tbody tr:hover{background:color-mix(in srgb,var(--rule) 35%,transparent)}
 .swatch{display:inline-block;width:11px;height:11px;border-radius:50%;background:var(--c);margin-right:8px}
 details{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:10px 14px;margin:0 0 8px}
@@ -106,14 +121,13 @@ h1{font-size:24px;margin-right:0}
 .answer{padding:16px 16px 14px}
 .answer .lead-in{font-size:18px}
 figure{padding:14px 14px 10px}
-.chart{font-size:15px}
-.trio .chart{font-size:14px}
+.chart{font-size:14px}
 .many .charts{grid-template-columns:1fr 1fr;gap:14px 12px}
 .many .chart{font-size:14px}
 th,td{padding:8px 10px}
 #runs th:first-child{position:sticky;left:0;background:var(--card)}
 #runs tbody th small,#runs thead small{display:none}
-#runs tbody th{white-space:nowrap}
+#runs tbody th{min-width:140px;padding-left:31px}
 }
 @media(prefers-reduced-motion:reduce){.chart .s{transition:none}}
 @media print{#theme{display:none}body{background:#fff}figure,.answer{break-inside:avoid}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.methods import Method
-from clipwise.report.answer import Row, answer, rows
+from clipwise.report.answer import Row, answer, refuted, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
-from clipwise.report.folder import AUDIT, write
-from clipwise.report.look import SCRIPT, STYLE
+from clipwise.report.folder import write
+from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
 from clipwise.report.runs import Recorded, epsilon_together
-from clipwise.report.svg import HUES, drawn, stacked
+from clipwise.report.svg import drawn, stacked
 from clipwise.types import Citation, InputError
 
 PAGE, NUMBERS, PLOTS = "report.html", "report.json", "plots"
@@ -30,7 +31,12 @@ NOT_PRIVATE = (
     "Not private: for the owner of the data only. Accuracy, bias, norms and calibration were measured on evaluation "
     "samples, which no ε covers. What ε covers is the training data."
 )
-SMALL = (210, 190)  # of one of many panels
+BIAS = (
+    "Clipping shortens long gradients, so that no sample counts for too much. The mean of what is left may point "
+    "elsewhere than the true one: that is its bias."
+)
+NOTHING = "Nothing was measured of these runs but their privacy."
+SMALL, WIDE, TALL = (210, 190), (420, 290), 440  # a panel of many, one alone, and two that stand on each other
 
 
 def written(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> list[Path]:
@@ -47,19 +53,14 @@ def written(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> l
 def page(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
     """The page as HTML."""
     found, by_key = rows(runs), {figure.key: figure for figure in shown}
-    first, *more = answer(found)
     body = [
         f"<header><p class=brand>clipwise report</p>{TOGGLE}<h1>{escape(_title(runs))}</h1>",
         f"<p class=sub>{escape(_setting(runs))}</p></header><main>",
-        f"<section class=answer aria-label='The answer'><p class=lead-in>{_marked(first)}</p>",
-        "".join(f"<p>{_marked(text)}</p>" for text in more if text),
-        f"<p class=warn><strong>Note.</strong> {escape(NOT_PRIVATE)}</p></section>",
-        _table(runs, found),
-        _section("Accuracy, privacy and bias", by_key, ("quality", "same-gradients")),
+        _answer(found, by_key.get("same-gradients")),
+        _table(found),
         _section("Why methods differ", by_key, ("kept", "agreement")),
-        _section("Bias and noise over training", by_key, ("bias", "noise", "alignment"), "trio"),
-        _section("", by_key, ("norms",)),
-        _section("", by_key, ("reliability",)),
+        _section("Over training", by_key, ("quality", "bias", "noise", "alignment")),
+        _section("Gradients and confidence", by_key, ("norms", "reliability")),
         _privacy(runs),
         _citations(runs),
         "</main>",
@@ -80,28 +81,43 @@ def document(title: str, body: str) -> str:
 TOGGLE = '<button id=theme type=button aria-label="Switch between light and dark">Light / dark</button>'
 
 
-def figure_html(figure: Figure, width: int = 420) -> str:
+def figure_html(figure: Figure) -> str:
     """A figure with its title and how to read it."""
     many = len(figure.panels) > 1 and figure.key != "kept"
     if figure.key == "kept":
-        charts = stacked(figure.panels, width, (290, 150))
+        charts = stacked(figure.panels, WIDE[0], (WIDE[1], TALL - WIDE[1]))
     elif many:
         charts = "".join(
             drawn(panel, *SMALL, labelled=False, about=f"{figure.title}: {panel.title}") for panel in figure.panels
         )
     else:
-        charts = drawn(figure.panels[0], width, 290, about=f"{figure.title}. {_ends(figure)}")
+        height = TALL if figure.key == "agreement" else WIDE[1]
+        charts = drawn(figure.panels[0], WIDE[0], height, about=f"{figure.title}. {_ends(figure)}")
     return (
         f'<figure id="{figure.key}"{" class=many" if many else ""}><figcaption><h3>{escape(figure.title)}</h3>'
         f"<p>{escape(figure.caption)}</p></figcaption><div class=charts>{charts}</div></figure>"
     )
 
 
-def _section(title: str, known: Mapping[str, Figure], keys: Iterable[str], layout: str = "pair") -> str:
-    width = 360 if layout == "trio" else 420
-    inside = "".join(figure_html(known[key], width) for key in keys if key in known)
-    heading = f"<h2>{escape(title)}</h2>" if title else ""
-    return f"<section>{heading}<div class={layout}>{inside}</div></section>" if inside else ""
+def _answer(found: Sequence[Row], bars: Figure | None) -> str:
+    """Who is least biased and why, in words, beside a bar for each method."""
+    first, *more = answer(found) or [NOTHING]
+    false = refuted(found)
+    return (
+        (f"<p class=false><strong>{_marked(false)}</strong></p>" if false else "")
+        + "<section class=answer aria-label='The answer'>"
+        f"<p class=lead-in>{_marked(first)}</p>"
+        f"{figure_html(bars) if bars is not None else ''}"
+        "<div class=more>"
+        + (f"<p class=sub>{BIAS}</p>" if any(row.bias is not None for row in found) else "")
+        + "".join(f"<p>{_marked(text)}</p>" for text in more)
+        + f"</div><p class=warn><strong>Note.</strong> {escape(NOT_PRIVATE)}</p></section>"
+    )
+
+
+def _section(title: str, known: Mapping[str, Figure], keys: Iterable[str]) -> str:
+    inside = "".join(figure_html(known[key]) for key in keys if key in known)
+    return f"<section><h2>{escape(title)}</h2><div class=pair>{inside}</div></section>" if inside else ""
 
 
 def _ends(figure: Figure) -> str:
@@ -128,11 +144,12 @@ class _Column:
 
 
 def _columns(found: Sequence[Row]) -> list[_Column]:
+    several = len(found) > 1
     every = [
         _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
         _Column("error", "of the final model", lambda row: row.error, "{:.4g}".format, min),
         _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, "{:.3f}".format),
-        _Column("bias", "on the same gradients", lambda row: row.same_bias, "{:.1%}".format, min),
+        _Column("bias", "on the same gradients", lambda row: row.same_bias if several else None, "{:.1%}".format, min),
         _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),
         _Column("noise", "over the gradient’s length", lambda row: row.noise, "{:.2f}".format, min),
         _Column("alignment", "of releases with the true gradient", lambda row: row.alignment, "{:.3f}".format, max),
@@ -142,7 +159,7 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
     return [column for column in every if any(column.value(row) is not None for row in found)]
 
 
-def _table(runs: Sequence[Recorded], found: Sequence[Row]) -> str:
+def _table(found: Sequence[Row]) -> str:
     columns = _columns(found)
     best = {
         column.title: column.best(v for row in found if (v := column.value(row)) is not None and math.isfinite(v))
@@ -167,17 +184,34 @@ def _table(runs: Sequence[Recorded], found: Sequence[Row]) -> str:
         verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
         lines.append(
             f'<tr data-run="{number}"><th scope=row data-v="{escape(row.name, quote=True)}">{_swatch(number)}'
-            f'<a href="#run-{number}">{escape(row.name)}</a><small>{escape(row.method)}{verdict}</small></th>'
+            f'<a href="#run-{number}">{_breakable(row.name)}</a><small>{_breakable(row.method)}{verdict}</small></th>'
             f"{''.join(cells)}</tr>"
         )
     return (
         "<section><h2>The runs in numbers</h2>"
-        "<p class=sub>Choose a column’s title to sort by it. Bold is the best of its column. Bias, the share of the "
-        "clipped mean that points away from the true one, and noise, alignment and clipped are means over looks; a run "
-        "that stays far from its goal has long, clear gradients, so that its own bias is small.</p>"
+        "<p class=sub>Choose a column’s title to sort by it; bold is the best of its column. "
+        + (MEANS if any(row.bias is not None for row in found) else "")
+        + "".join(
+            f" No look sees the {row.unseen} of {escape(row.name)}, so its bias is shown without."
+            for row in found
+            if row.unseen
+        )
+        + "</p>"
         "<div class=scroll role=region aria-label='The runs in numbers' tabindex=0>"
         f"<table id=runs><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div></section>"
     )
+
+
+MEANS = (
+    "Bias is the share of the clipped mean gradient that points away from the true one. Bias, noise, alignment and "
+    "clipped are means over looks at gradients during training. Own bias depends on how far the run got: one that "
+    "stays at the start has long, clear gradients, and little bias."
+)
+
+
+def _breakable(text: str) -> str:
+    """Text that may go on in the next line after a bracket, a comma or a sign, as HTML."""
+    return re.sub(r"([(,])", r"\1<wbr>", escape(text))
 
 
 def _finite(value: float | None) -> bool:
@@ -185,7 +219,7 @@ def _finite(value: float | None) -> bool:
 
 
 def _swatch(number: int) -> str:
-    return f'<i class=swatch style="--c:var(--s{number % HUES})"></i>'
+    return f'<i class=swatch style="--c:var(--s{number % len(HUES)})"></i>'
 
 
 # ----------------------------------------------------------------------------------- privacy, audit and citations
@@ -214,7 +248,7 @@ def _privacy(runs: Sequence[Recorded]) -> str:
 
 def _audit(run: Recorded) -> str:
     if run.audit is None:
-        command = f"clipwise audit {shlex.quote(str(run.path))} --json > {shlex.quote(str(run.path / AUDIT))}"
+        command = f"clipwise audit {shlex.quote(str(run.path))}"
         return (
             "<p>Not audited. To attack this run’s configuration and hold what that shows against its ε, write "
             f"<code>{escape(command)}</code></p>"
@@ -277,7 +311,10 @@ def _title(runs: Sequence[Recorded]) -> str:
     where = f" on {_last(places[0])}" if len(places) == 1 else ""
     if len(runs) == 1:
         return f"A private run with {runs[0].name}{where}"
-    return f"Which of {len(runs)} clipping methods bends the gradient least{where}?"
+    if not all(run.looks for run in runs):
+        return f"{len(runs)} private runs{where}"
+    what = "clipping methods" if len({run.method.name for run in runs}) == len(runs) else "runs"
+    return f"Which of {len(runs)} {what} bends the gradient least{where}?"
 
 
 def _last(data: str) -> str:
@@ -321,7 +358,7 @@ def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
     values = {
         "note": NOT_PRIVATE,
         "not_private": True,
-        "answer": [text.replace("*", "") for text in answer(found) if text],
+        "answer": told(found),
         "runs": [
             {
                 **row.as_dict(),
@@ -337,13 +374,13 @@ def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
         "figures": [asdict(figure) for figure in shown],
         "citations": [asdict(paper) | {"methods": names} for paper, names in _papers(runs).items()],
     }
-    return json.dumps(_plain(values), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(plain(values), indent=1, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Plain values without NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.report.figures import Axis, Band, Bars, Figure, Line, Mark, Rank, Rule
+from clipwise.report.look import HUES
 
-COLOURS = ("#2a78d6", "#eb6834", "#1baf7a", "#eda100", "#e87ba4", "#008300", "#4a3aa7", "#e34948")
 PLAIN = "#9a9993"
 
 
@@ -52,7 +52,7 @@ def _drawn(pyplot: Any, figure: Figure) -> Any:
         _axis(ax, "y", panel.y)
         ax.set_title(panel.title, fontsize=8, loc="left")
         if sum(isinstance(mark, Line) for mark in panel.marks) > 1:
-            ax.legend(fontsize=7)
+            ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the lines, never on them
     drawing.suptitle(figure.title, fontsize=10)
     return drawing
 
@@ -62,13 +62,15 @@ def _mark(ax: Any, mark: Mark) -> None:
         ax.barh(mark.names, mark.values, color=[_colour(c) for c in mark.colours])
         ax.invert_yaxis()
     elif isinstance(mark, Line):
-        style = "-" if mark.colour < len(COLOURS) else "--"
+        style = "-" if mark.colour < len(HUES) else "--"
         ax.plot(mark.x, mark.y, style, color=_colour(mark.colour), label=mark.name, marker="." if mark.dots else None)
     elif isinstance(mark, Band):
         ax.fill_between(mark.x, mark.low, mark.high, color=_colour(mark.colour), alpha=mark.strength, linewidth=0)
     elif isinstance(mark, Bars):
         widths = [high - low for low, high in zip(mark.edges, mark.edges[1:], strict=False)]
-        ax.bar(mark.edges[:-1], mark.heights, widths, align="edge", color=_colour(mark.colour), edgecolor="white")
+        strength = [0.35 if faint else 1.0 for faint in mark.faint or (False,) * len(widths)]
+        colours = [(_colour(mark.colour), each) for each in strength]
+        ax.bar(mark.edges[:-1], mark.heights, widths, align="edge", color=colours, edgecolor="white")
     else:
         _rule(ax, mark)
 
@@ -88,4 +90,4 @@ def _axis(ax: Any, which: str, axis: Axis) -> None:
 
 
 def _colour(number: int) -> str:
-    return PLAIN if number < 0 else COLOURS[number % len(COLOURS)]
+    return PLAIN if number < 0 else HUES[number % len(HUES)]

@@ -90,7 +90,7 @@ def _read(place: Path) -> Recorded:
         for name in NEEDED:
             statement[name]
         settings = place / SETTINGS
-        return Recorded(
+        found = Recorded(
             path=place,
             name="",
             statement=statement,
@@ -105,6 +105,12 @@ def _read(place: Path) -> Recorded:
         raise InputError(
             f"{place} is not a run's folder as clipwise writes it ({error}): train the run again"
         ) from error
+    if (held := Ledger(place / LEDGER).releases) != statement["releases"]:  # ε of several runs is made of ledgers
+        raise InputError(
+            f"the ledger in {place} holds {held} releases, expected the {statement['releases']} of the statement: "
+            f"restore the run's {LEDGER}"
+        )
+    return found
 
 
 def _json(place: Path) -> Any:
@@ -116,15 +122,34 @@ def _lines(place: Path) -> tuple[Any, ...]:
 
 
 def _named(runs: list[Recorded]) -> list[Recorded]:
-    """The method's name where that tells runs apart, its expression otherwise, the folder's name as the last way."""
-    ways = (
-        lambda run: run.method.name.strip("_"),
-        lambda run: run.statement["method"],
-        lambda run: f"{run.method.name.strip('_')} · {run.path.name}",
-        lambda run: str(run.path),
-    )
-    names = [ways[0](run) for run in runs]
-    for way in ways[1:]:
-        twice = {name for name in names if names.count(name) > 1}
-        names = [way(run) if name in twice else name for run, name in zip(runs, names, strict=True)]
+    """The method's name; where several runs have it, with what tells them apart; the folder's name as the last way."""
+    names = [run.method.name.strip("_") for run in runs]
+    for way in (_apart, _placed):
+        for name in {name for name in names if names.count(name) > 1}:
+            same = [number for number, each in enumerate(names) if each == name]
+            for number, more in zip(same, way([runs[n] for n in same]), strict=True):
+                names[number] = f"{name} {more}".strip()
     return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _apart(runs: Sequence[Recorded]) -> list[str]:
+    """What tells runs of one method apart: its settings, or else the run's; nothing where neither does so briefly."""
+    for facts in ([_settings(run.method) for run in runs], [dict(run.settings or {}) for run in runs]):
+        keys = dict.fromkeys(key for each in facts for key in each)
+        differing = [key for key in keys if len({str(each.get(key)) for each in facts}) > 1]
+        told = [", ".join(f"{key}={each[key]}" for key in differing if key in each) for each in facts]
+        if len(differing) < 3 and len(set(told)) == len(runs):
+            return told
+    return [""] * len(runs)
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    """The method's settings and, behind them, those of a method that it wraps."""
+    inside = [_settings(value) for value in method.settings.values() if isinstance(value, Method)]
+    own = {key: value.name if isinstance(value, Method) else value for key, value in method.settings.items()}
+    return own | {key: value for each in inside for key, value in each.items() if key not in own}
+
+
+def _placed(runs: Sequence[Recorded]) -> list[str]:
+    places = [run.path.name for run in runs]
+    return places if len(set(places)) == len(places) else [str(run.path) for run in runs]

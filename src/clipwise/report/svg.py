@@ -12,11 +12,11 @@ from dataclasses import replace
 from html import escape
 
 from clipwise.report.figures import Axis, Band, Bars, Line, Mark, Panel, Rank, Rule
+from clipwise.report.look import HUES  # runs beyond them begin again, dashed
 
-HUES = 8  # colours that the page has; later runs begin again, dashed
-LETTER = 7.0  # width of a letter, about
+LETTER = 7.6  # width of a letter, about, where the page writes large
 LABEL = 15  # least distance of two labels at line ends
-LONGEST = 17  # letters of a label
+LONGEST = 20  # letters of a label
 FAINT = ' opacity="0.35"'
 
 
@@ -49,7 +49,7 @@ class _Canvas:
         named = max((len(_short(line.name)) for line in self.lines), default=0) if self.labelled else 0
         self.right = width - (22 + LETTER * named if named else 12)
         self.left = 14 + LETTER * max(len(written(t, self.y)) for t in self.y_ticks) if self.y_ticks else 20
-        self.top, self.bottom = (26.0 if panel.title or panel.y.label else 10.0), height - 42.0
+        self.top, self.bottom = (32.0 if panel.title or panel.y.label else 10.0), height - 42.0
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a point is."""
@@ -74,7 +74,8 @@ class _Canvas:
     def _axes(self) -> Iterator[str]:
         heading = self.panel.title or self.panel.y.label
         if heading:
-            yield f'<text x="{0 if self.panel.title else 2}" y="13" class="head">{escape(heading)}</text>'
+            fitting = _short(heading, int(self.width / LETTER))
+            yield f'<text x="{0 if self.panel.title else 2}" y="13" class="head">{escape(fitting)}</text>'
         for tick in self.y_ticks:
             _, y = self.at(self._first(), tick)
             yield f'<line x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{y}" y2="{y}" class="grid"/>'
@@ -84,7 +85,7 @@ class _Canvas:
         for tick in self.x_ticks:
             x, _ = self.at(tick, self._low_y())
             yield f'<text x="{x}" y="{base + 18}" class="tick mid">{written(tick, self.x)}</text>'
-        middle = (self.left + self.right) / 2
+        middle = max((self.left + self.right) / 2, LETTER * len(self.panel.x.label) / 2)
         yield f'<text x="{middle:.1f}" y="{self.height - 6}" class="label mid">{escape(self.panel.x.label)}</text>'
 
     def _first(self) -> float:
@@ -96,7 +97,7 @@ class _Canvas:
     def _mark(self, mark: Mark) -> Iterator[str]:
         if isinstance(mark, Line):
             points = [self.at(x, y) for x, y in zip(mark.x, mark.y, strict=True)]
-            dash = ' stroke-dasharray="6 4"' if mark.colour >= HUES else ""
+            dash = ' stroke-dasharray="6 4"' if mark.colour >= len(HUES) else ""
             path = " ".join(f"{x},{y}" for x, y in points)
             dots = "".join(
                 f'<circle cx="{x}" cy="{y}" r="3"><title>{escape(mark.name)}: {written(a, self.x, 3)}, '
@@ -158,11 +159,13 @@ def _ranked(panel: Panel, rank: Rank, width: int, about: str) -> str:
 def _group(colour: int) -> str:
     if colour < 0:
         return '<g class="s plain">'
-    return f'<g class="s" data-run="{colour}" style="--c:var(--s{colour % HUES})">'
+    return f'<g class="s" data-run="{colour}" style="--c:var(--s{colour % len(HUES)})">'
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+def _short(name: str, longest: int = LONGEST) -> str:
+    """Both ends of a long name: its beginning says which method, its end what tells it from another."""
+    half = longest // 2
+    return name if len(name) <= longest else f"{name[: longest - half]}…{name[1 - half :]}"
 
 
 def _apart(places: list[float], top: float, bottom: float) -> list[float]:
@@ -220,7 +223,7 @@ def share(value: float, axis: Axis) -> float:
     low, high = axis.low or 0.0, axis.high or 0.0
     if axis.log:
         value, low, high = (math.log10(max(v, 1e-300)) for v in (value, low, high))
-    return min(1.02, max(-0.02, (value - low) / (high - low)))
+    return min(1.03, max(-0.03, (value - low) / (high - low)))
 
 
 def ticks(axis: Axis, wanted: int) -> list[float]:
@@ -234,16 +237,21 @@ def ticks(axis: Axis, wanted: int) -> list[float]:
             if 1 < len(found) <= wanted + 1:
                 return found
         decades = [10.0**k for k in range(first, last + 1) if low <= 10.0**k <= high]
-        return decades[:: max(1, -(-len(decades) // wanted))] or [low, high]
+        if len(decades) < 2:  # so short an axis is nearly a linear one
+            return [tick for tick in ticks(replace(axis, log=False), wanted) if low <= tick <= high]
+        return decades[:: -(-len(decades) // wanted)]
     rough = (high - low) / wanted
     unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * k for k in (1, 2, 2.5, 5, 10) if unit * k >= rough * 0.999)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    fine = (1, 2, 5, 10) if axis.percent and unit < 0.1 else (1, 2, 2.5, 5, 10)  # no 2.5 %, which would read 2 %
+    step = next(unit * k for k in fine if unit * k >= rough * 0.999)
+    near = 0.02 * (high - low) / step  # so that ε = 2.9996, where a run ends, has its 3
+    return [i * step for i in range(math.ceil(low / step - near), math.floor(high / step + near) + 1)]
 
 
 def written(value: float, axis: Axis, digits: int | None = None) -> str:
     """A number as the axis writes it; ``digits`` for a value that is read and not a tick."""
     if axis.percent:
         span = (axis.high or 0.0) - (axis.low or 0.0)
-        return f"{value:.1%}" if digits is not None or span < 0.045 else f"{value:.0%}"
+        decimals = max(0, -2 - math.floor(math.log10(span / 4.5))) if digits is None else 1
+        return f"{value:.{decimals}%}"
     return f"{value:.{digits or 4}g}"

@@ -1,0 +1,604 @@
+"""The report against the numbers that runs recorded: table, answer, curves, JSON, plots, TensorBoard, live progress.
+
+Receives: small runs of the command, made once.
+Gives: that whatever the page shows is what the folders hold; ``test_report_browser`` opens the same page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipwise.accounting import Ledger, spent
+from clipwise.cli import main
+from clipwise.cli.screen import _measured
+from clipwise.report import epsilon_together, read
+from clipwise.report.answer import answer, refuted, rows
+from clipwise.report.figures import Axis, Line, Rank, figures
+from clipwise.report.look import _DARK, _LIGHT, HUES
+from clipwise.report.page import page
+from clipwise.report.svg import _apart, share, ticks, written
+
+FAST = ["--noise-multiplier", "1", "--accountant", "rdp", "--batch", "20", "--delta", "1e-3", "--threads", "1"]
+FAST += ["--no-self-test", "--quiet"]
+METHODS = "flat(0.5); psac(0.5); normalised; global_(2.0); adaptive; layerwise"
+DICE = "dice(flat(1.0), memory='none')"
+
+
+def data(folder: Path, task: str = "") -> str:
+    """Clouds around three corners, or a number to guess, as a file; some samples are far off, so that norms differ."""
+    draw = np.random.RandomState(0)
+    y = draw.randint(0, 3, 120)
+    x = 2 * np.eye(4)[y] + draw.randn(120, 4) * draw.choice([0.3, 3.0], (120, 1))
+    target = x[:, 0].clip(-1, 1) if task else y
+    np.savez(folder / f"data{task}.npz", x=x.astype("float32"), y=target.astype("float32" if task else "int64"))
+    return f"npz:{folder / f'data{task}.npz'}" + (f"?task={task}" if task else "")
+
+
+def comparison(base: Path) -> Path:
+    """One comparison of six methods, made once for all tests of a process."""
+    folder = base / "compared"
+    if not folder.exists():
+        words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", METHODS]
+        assert main([*words, *FAST, "--steps", "6", "--evaluate-every", "2", "--folder", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp()
+
+
+@pytest.fixture(scope="module")
+def compared(base: Path) -> Path:
+    return comparison(base)
+
+
+@pytest.fixture(scope="module")
+def others(base: Path) -> Path:
+    """Runs of other kinds: a number to guess, hidden feedback, and one that nobody looked into."""
+    folder = base / "others"
+    if not folder.exists():
+        short = ["--model", "mlp(hidden=8)", "--steps", "2", "--evaluate-every", "1", *FAST]
+        for name, words in {
+            "regression": ["--data", data(base, "regression"), "--diagnose-every", "1"],
+            "dice": ["--data", data(base), "--method", DICE, "--diagnose-every", "1"],
+            "plain": ["--data", data(base), "--diagnose-every", "0"],
+        }.items():
+            assert main(["train", *words, *short, "--folder", str(folder / name)]) == 0
+    return folder
+
+
+def lines(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in place.read_text().splitlines()]
+
+
+class Read(HTMLParser):
+    """A page's first table as rows of (value, text), its visible text, and every attribute."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[list[tuple[str | None, str]]] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.text, self._skip, self._in, self._small = "", 0, False, False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        self._skip += tag in ("style", "script")
+        self._small = tag == "small" or (self._small and tag == "wbr")
+        if tag == "table":
+            self._in = known.get("id") == "runs"
+        if self._in and tag == "tr":
+            self.cells.append([])
+        if self._in and tag in ("td", "th"):
+            self.cells[-1].append((known.get("data-v"), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skip -= tag in ("style", "script")
+        self._small = self._small and tag != "small"
+        self._in = self._in and tag != "table"
+
+    def handle_data(self, text: str) -> None:
+        if self._skip:
+            return
+        self.text += text
+        if self._in and self.cells and self.cells[-1] and not self._small:
+            value, before = self.cells[-1][-1]
+            self.cells[-1][-1] = (value, before + text)
+
+    def column(self, title: str) -> dict[str, tuple[str | None, str]]:
+        """Name of the run → what its cell holds."""
+        place = [text for _, text in self.cells[0]].index(title)
+        return {row[0][1]: row[place] for row in self.cells[1:]}
+
+
+# what is shown is what was recorded
+
+
+def test_every_number_of_the_table_is_the_recorded_one(compared: Path) -> None:
+    shown = Read((compared / "report.html").read_text())
+    folders = sorted(place.parent for place in compared.glob("*/statement.json"))
+    names = [folder.name.partition("-")[2] for folder in folders]
+    assert [row[0][1] for row in shown.cells[1:]] == names
+    looks = {name: lines(folder / "diagnostics.jsonl") for name, folder in zip(names, folders, strict=True)}
+    every = [look for each in looks.values() for look in each]
+    for name, folder in zip(names, folders, strict=True):
+        stated = json.loads((folder / "statement.json").read_text())
+        own = [next(iter(look["methods"].values())) for look in looks[name]]
+        same = [look["methods"].get(stated["method"]) for look in every]
+        expected = {
+            "accuracy": (lines(folder / "metrics.jsonl")[-1]["accuracy"], "{:.1%}"),
+            "ε": (stated["epsilon"], "{:.3f}"),
+            "own bias": (np.mean([look["direction_error"] for look in own]), "{:.1%}"),
+            "noise": (math.exp(np.mean([-math.log(look["signal_to_noise"]) for look in own])), "{:.2f}"),
+            "alignment": (np.mean([look["alignment"] for look in own]), "{:.3f}"),
+            "clipped": (np.mean([look["clipped"] for look in own]), "{:.0%}"),
+            "ECE": (json.loads((folder / "calibration.json").read_text())["ece"], "{:.1%}"),
+        }
+        if (
+            name != "adaptive"
+        ):  # which has another clip norm at every look, so that nobody knows what it would have done
+            expected["bias"] = (np.mean([each["direction_error"] for each in same]), "{:.1%}")
+        for title, (value, form) in expected.items():
+            kept, text = shown.column(title)[name]
+            assert float(kept or "nan") == pytest.approx(value, rel=1e-12), (name, title)
+            assert text == form.format(value), (name, title)
+    assert shown.column("bias")["adaptive"] == ("", "–")
+
+
+def test_bold_is_the_best_of_its_column(compared: Path) -> None:
+    text = (compared / "report.html").read_text()
+    runs = json.loads((compared / "report.json").read_text())["runs"]
+    for title, best in (("accuracy", max), ("same_bias", min), ("noise", min), ("alignment", max), ("ece", min)):
+        value = best(run[title] for run in runs if run[title] is not None)
+        assert f'class="num best" data-v="{value!r}"' in text, title
+
+
+def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(compared: Path) -> None:
+    found = rows(read([compared]))
+    known = {row.name: row.same_bias for row in found if row.same_bias is not None}
+    least, most = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
+    first = answer(found)[0]
+    assert first.startswith(f"*{least}* is the least biased: {known[least]:.0%} of its clipped mean gradient")
+    assert f"The most biased is *{most}* with {known[most]:.0%}." in first
+    near = {name for name, value in known.items() if value < known[least] + 0.05} - {least, most}
+    assert set(re.findall(r"\*(\w+)\* \(\d+%\)", first)) == near
+    shown = Read((compared / "report.html").read_text()).text
+    assert first.replace("*", "") in shown
+    best = max(found, key=lambda row: row.accuracy or 0)
+    assert f"{best.name}’s: {best.accuracy:.1%}" in shown
+
+
+def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None:
+    found = {row.name: row for row in rows(read([compared]))}
+    quantiles = [look["spread"]["quantiles"] for run in read([compared]) for look in run.looks]
+    # C/n: the ratio of two weights is the ratio of the norms, the other way round
+    expected = np.exp(np.mean([np.log(q["95%"] / q["5%"]) for q in quantiles]))
+    assert found["normalised"].spread == pytest.approx(expected, rel=1e-9)
+    assert found["layerwise"].spread is None, "layer by layer there is no one norm"
+
+
+def test_every_curve_is_the_recorded_one(compared: Path) -> None:
+    runs = read([compared])
+    shown = {figure.key: figure for figure in figures(runs)}
+    for key, x, y, part in (
+        ("quality", "epsilon", "accuracy", "metrics"),
+        ("bias", "step", "direction_error", "looks"),
+        ("alignment", "step", "alignment", "looks"),
+    ):
+        for run, line in zip(runs, shown[key].panels[0].marks, strict=True):
+            assert isinstance(line, Line) and line.name == run.name
+            recorded = getattr(run, part)
+            values = [row[y] if part == "metrics" else next(iter(row["methods"].values()))[y] for row in recorded]
+            assert line.x == tuple(row[x] for row in recorded) and line.y == tuple(values)
+    (rank,) = shown["same-gradients"].panels[0].marks
+    assert isinstance(rank, Rank) and list(rank.values) == sorted(rank.values) and "adaptive" not in rank.names
+    assert "adaptive" in shown["same-gradients"].caption
+    for run, panel in zip(runs, shown["reliability"].panels, strict=True):
+        assert run.calibration is not None
+        assert panel.marks[0].heights == tuple(  # type: ignore[union-attr]
+            each["accuracy"] if each["samples"] else 0.0 for each in run.calibration["bins"]
+        )
+
+
+def test_a_point_is_drawn_where_its_value_is(compared: Path) -> None:
+    text = (compared / "report.html").read_text()
+    chart = text[text.index('<figure id="bias"') :].partition("</figure>")[0]
+    run = read([compared])[0]
+    drawn = re.search(r'data-run="0"[^>]*>(.*?)</g>', chart)
+    assert drawn is not None
+    heights = [float(y) for y in re.findall(r'<circle cx="[^"]+" cy="([^"]+)"', drawn[1])]
+    values = [next(iter(look["methods"].values()))["direction_error"] for look in run.looks]
+    marks = [(float(y), float(t) / 100) for y, t in re.findall(r'y="([\d.]+)" class="tick end">(\d+)%<', chart)]
+    (low_y, low), (high_y, high) = min(marks, key=lambda m: m[1]), max(marks, key=lambda m: m[1])
+    assert len(heights) == len(values) > 2 and high > low
+    for height, value in zip(heights, values, strict=True):
+        place = low_y + (value - low) / (high - low) * (high_y - low_y) - 4.5  # a tick's text stands 4.5 below its line
+        assert height == pytest.approx(place, abs=0.3)
+
+
+def test_the_json_holds_what_the_page_shows_and_no_nan(compared: Path) -> None:
+    def refuse(text: str) -> None:
+        raise AssertionError(f"JSON has no {text}")
+
+    values = json.loads((compared / "report.json").read_text(), parse_constant=refuse)
+    assert values["not_private"] is True and "no ε covers" in values["note"]
+    for run, found in zip(read([compared]), values["runs"], strict=True):
+        assert found["statement"] == json.loads((run.path / "statement.json").read_text())
+        assert found["metrics"] == list(run.metrics) and found["name"] == run.name
+    assert [each["key"] for each in values["figures"]] == [figure.key for figure in figures(read([compared]))]
+    assert {name for each in values["citations"] for name in each["methods"]} >= {"flat", "psac", "layerwise"}
+
+
+def test_citations_are_of_the_methods_and_of_those_they_wrap(others: Path) -> None:
+    text = page(*[(runs := read([others / "dice"])), figures(runs)])
+    assert (
+        "Differentially Private SGD Without Clipping Bias" in text and "Deep Learning with Differential Privacy" in text
+    )
+
+
+def test_epsilon_of_all_runs_is_that_of_all_ledgers_as_one(compared: Path) -> None:
+    runs = read([compared])
+    entries = [entry for run in runs for entry in Ledger(run.path / "ledger.jsonl").entries]
+    together = spent(entries, 1e-3, "rdp")
+    assert epsilon_together(runs) == together > max(run.statement["epsilon"] for run in runs)
+    assert f"{together:.3f}" in Read((compared / "report.html").read_text()).text
+
+
+def test_a_run_whose_ledger_is_short_is_refused(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "1-flat", tmp_path / "run")
+    (tmp_path / "run" / "ledger.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"holds 0 releases, expected the 6 of the statement: restore"):
+        read([tmp_path / "run"])
+
+
+def test_nothing_is_fetched_from_anywhere(compared: Path) -> None:
+    shown = Read((compared / "report.html").read_text())
+    assert not [each for each in shown.attributes if each[1] in ("src", "srcset", "action", "data", "poster")]
+    assert all((value or "").startswith("#") for _, name, value in shown.attributes if name == "href")
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|<link", (compared / "report.html").read_text())
+
+
+# other kinds of runs
+
+
+def test_a_single_run_is_told_without_a_ranking(compared: Path, tmp_path: Path) -> None:
+    runs = read([compared / "2-psac"])
+    text = Read(page(runs, figures(runs))).text
+    (row,) = rows(runs)
+    assert f"psac reached {row.accuracy:.1%} accuracy at ε = {row.epsilon:.3g}" in text
+    assert "least biased" not in text and "on the same gradients" not in text
+    assert "A private run with psac on data" in text
+
+
+def test_runs_that_nobody_looked_into_have_quality_privacy_and_calibration(others: Path, compared: Path) -> None:
+    runs = read([others / "plain"])
+    text = page(runs, figures(runs))
+    assert [figure.key for figure in figures(runs)] == ["quality", "reliability"]
+    assert [text for _, text in Read(text).cells[0]] == ["method", "accuracy", "ε", "ECE"]
+    mixed = read([others / "plain", compared / "2-psac"])
+    shown = Read(page(mixed, figures(mixed)))
+    assert shown.column("own bias")["flat"] == ("", "–") and "least biased" not in shown.text
+
+
+def test_a_run_that_measured_nothing_still_has_its_privacy(others: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(others / "plain", tmp_path / name)
+        for gone in ("metrics.jsonl", "calibration.json", "settings.toml"):
+            (tmp_path / name / gone).unlink()
+    runs = read([tmp_path / "a", tmp_path / "b"])
+    text = Read(page(runs, figures(runs))).text
+    assert "Nothing was measured of these runs but their privacy." in text
+    assert f"ε = {runs[0].statement['epsilon']:.3f}" in text
+
+
+def test_a_regression_shows_its_error_and_less_is_better(others: Path, tmp_path: Path) -> None:
+    worse = tmp_path / "worse"
+    shutil.copytree(others / "regression", worse)
+    measured = lines(worse / "metrics.jsonl")
+    measured[-1]["error"] *= 2
+    (worse / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in measured))
+    runs = read([worse, others / "regression"])
+    shown = Read(text := page(runs, figures(runs)))
+    error = lines(others / "regression" / "metrics.jsonl")[-1]["error"]
+    assert f'class="num best" data-v="{error!r}"' in text and "accuracy" not in [t for _, t in shown.cells[0]]
+    assert f"The least error is flat regression’s: {error:.4g}" in shown.text.replace("also ", "")
+    assert "Error for the privacy spent" in shown.text and "Down is better." in shown.text
+
+
+def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> None:
+    runs = read([others / "dice", compared / "1-flat"])
+    text = Read(page(runs, figures(runs))).text
+    assert "No look sees the feedback of dice, so its bias is shown without." in text
+
+
+def test_runs_that_saw_other_gradients_are_not_ranked_as_if_they_had_the_same(others: Path) -> None:
+    said = answer(rows(read([others / "dice", others / "regression"])))
+    assert said[0].startswith("Over its own run ") and "this does not rank the methods" in said[1]
+
+
+def test_an_audits_verdict_is_shown_and_a_false_claim_comes_first(compared: Path, tmp_path: Path) -> None:
+    audit = {"method": "m", "audit": "white box", "claimed": 3.0, "shown": 1.5, "ceiling": 2.9, "detail": ""}
+    for name in ("1-flat", "2-psac"):
+        shutil.copytree(compared / name, tmp_path / name)
+        passed = name == "1-flat"
+        row = {**audit, "passed": passed, "shown": 1.5 if passed else 4.25}
+        (tmp_path / name / "audit.json").write_text(json.dumps({"passed": passed, "rows": [row]}))
+    runs = read([tmp_path])
+    found = rows(runs)
+    text = Read(page(runs, figures(runs))).text
+    assert "every claim holds" in text and "a claim is FALSE" in text and "4.25" in text
+    assert "flat(clip_norm=0.5) · audited" in text and "psac(clip_norm=0.5, r=0.1) · audit: FALSE claim" in text
+    assert refuted(found) == "An audit shows that the ε claimed of *psac* is FALSE: do not rely on it."
+    assert text.index("is FALSE: do not rely") < text.index("least biased")
+    assert refuted([row for row in found if row.name == "flat"]) == ""
+
+
+def test_names_from_outside_are_text_and_never_markup(compared: Path, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>&*\"'"
+    for name in ("a", evil):
+        shutil.copytree(compared / "1-flat", tmp_path / name)
+    settings = tmp_path / evil / "settings.toml"
+    settings.write_text(re.sub(r"(?m)^data = .*$", f"data = {json.dumps('npz:' + evil)}", settings.read_text()))
+    (tmp_path / evil / "statement.txt").write_text("</pre><script>alert(2)</script>")
+    row = {"audit": evil, "passed": True, "claimed": None, "shown": None, "ceiling": None}
+    (tmp_path / evil / "audit.json").write_text(json.dumps({"passed": True, "rows": [row]}))
+    runs = read([tmp_path / "a", tmp_path / evil])
+    assert any(evil in run.name for run in runs)
+    found = Read(text := page(runs, figures(runs)))
+    assert not [each for each in found.attributes if each[0] == "img" or each[1].startswith("on")]
+    assert text.count("<script>") == 1 and "&lt;img src=x" in text
+
+
+def test_runs_of_one_method_are_named_by_what_tells_them_apart(compared: Path, tmp_path: Path) -> None:
+    def copy(name: str, method: str, rate: float = 0.5) -> Path:
+        place = tmp_path / name
+        shutil.copytree(compared / "1-flat", place)
+        stated = json.loads((place / "statement.json").read_text())
+        (place / "statement.json").write_text(json.dumps({**stated, "method": method}))
+        (place / "settings.toml").write_text(f"learning_rate = {rate}\n")
+        return place
+
+    one, two = copy("one", "flat(clip_norm=1.0)"), copy("two", "flat(clip_norm=0.1)", 5.0)
+    three, four = copy("three", "layerwise(psac(0.5))"), copy("four", "layerwise(psac(0.7))")
+    again, faster = copy("again", "flat(clip_norm=1.0)"), copy("faster", "flat(clip_norm=1.0)", 0.7)
+    assert [run.name for run in read([one, two])] == ["flat clip_norm=1.0", "flat clip_norm=0.1"]
+    assert [run.name for run in read([three, four])] == ["layerwise clip_norm=0.5", "layerwise clip_norm=0.7"]
+    assert [run.name for run in read([one, faster])] == ["flat learning_rate=0.5", "flat learning_rate=0.7"]
+    assert [run.name for run in read([one, again])] == ["flat one", "flat again"]
+
+
+# drawing
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-4, 1e3), st.booleans(), st.booleans())
+def test_ticks_are_on_the_axis_and_read_as_what_they_are(low: float, span: float, log: bool, percent: bool) -> None:
+    low = abs(low) + 1e-3 if log else low
+    axis = Axis("", low, low + span, log=log, percent=percent)
+    found = ticks(axis, 5)
+    assert found == sorted(found) and len(found) <= 8
+    assert all(-0.0201 <= share(tick, axis) <= 1.0201 for tick in found)
+    if percent and not log and abs(low) < 10:
+        for tick in found:
+            assert float(written(tick, axis).rstrip("%")) / 100 == pytest.approx(tick, abs=span * 1e-3)
+
+
+def test_an_axis_that_ends_just_short_of_a_round_number_shows_it() -> None:
+    assert ticks(Axis("", 0.97, 2.9997), 5)[-1] == 3.0
+
+
+@given(st.lists(st.floats(0, 300), min_size=1, max_size=12))
+def test_labels_keep_their_order_and_distance(places: list[float]) -> None:
+    found = _apart(places, 20.0, 280.0)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    gaps = [found[b] - found[a] for a, b in itertools.pairwise(order)]
+    assert all(20 - 1e-6 <= y <= 280 + 1e-6 for y in found) and all(gap >= 15 - 1e-6 for gap in gaps)
+
+
+def _brightness(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _contrast(one: str, other: str) -> float:
+    bright, dark = sorted((_brightness(one), _brightness(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [_LIGHT, _DARK], ids=["light", "dark"])
+def test_text_has_a_contrast_of_four_and_a_half_and_lines_of_three(theme: str) -> None:
+    known = dict(re.findall(r"--([\w-]+):(#\w{6});", theme))
+    assert len([name for name in known if re.fullmatch(r"s\d", name)]) == len(HUES) == 8
+    for ink in ("ink", "soft", "faint", "link"):
+        assert all(_contrast(known[ink], known[paper]) >= 4.5 for paper in ("card", "paper")), ink
+    assert all(_contrast(known[f"{each}-ink"], known[each]) >= 4.5 for each in ("warn", "false"))
+    assert all(_contrast(known[f"s{number}"], known["card"]) >= 3 for number in range(8))
+
+
+def test_plots_are_written_as_pixels_and_vectors_with_the_same_names(compared: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    two = [compared / "1-flat", compared / "2-psac"]
+    assert main(["report", *map(str, two), "--folder", str(tmp_path)]) == 0
+    keys = {figure.key for figure in figures(read(two))}
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {f"{k}.{e}" for k in keys for e in ("png", "svg")}
+    for key in keys:
+        assert (tmp_path / "plots" / f"{key}.png").read_bytes().startswith(b"\x89PNG")
+    vector = (tmp_path / "plots" / "quality.svg").read_text()
+    assert all(f">{run.name}<" in vector for run in read(two)) and all(hue in vector for hue in HUES[:2])
+
+
+# the command
+
+
+def test_the_command_writes_beside_one_comparison_and_says_where(
+    compared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("clipwise.report.page.plotted", lambda figures, folder: [folder / "quality.png"])
+    assert main(["report", str(compared), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["report"] == str(compared / "report.html") and told["runs"] == 6
+    assert told["plots"] == [str(compared / "plots" / "quality.png")]
+    assert told["answer"] == json.loads((compared / "report.json").read_text())["answer"]
+
+
+def test_the_comparison_ends_by_naming_the_page(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", "flat", "--steps", "2"]
+    assert main([*words, *FAST[:-1], "--folder", str(base / "named")]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    named = re.fullmatch(r"Open (.+) in a browser: which method is less biased, and why\.", last)
+    assert named and Path(named[1]).read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected the folder of at least one run, got none"),
+        (["nowhere"], "there is no finished run in nowhere: expected a folder with statement.json, or one with runs"),
+        (["broken"], "broken is not a run's folder as clipwise writes it"),
+    ],
+)
+def test_what_is_no_run_is_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "statement.json").write_text("{}")
+    assert main(["report", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and said in output.err and output.err.count("\n") == 1
+
+
+def test_without_matplotlib_the_report_says_what_plots_need(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["report", str(compared / "1-flat"), "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("no plots: they need pip install matplotlib\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json"}
+
+
+# TensorBoard
+
+
+def test_tensorboard_gets_the_recorded_numbers(base: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    words = ["train", "--data", data(base), "--model", "mlp(hidden=8)", "--steps", "4", "--evaluate-every", "2"]
+    words += ["--diagnose-every", "2", "--tensorboard", "--folder", str(tmp_path / "run")]
+    assert main([*words, *FAST]) == 0
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    for name in ("epsilon", "accuracy", "loss"):
+        seen = [(each.step, each.value) for each in found.Scalars(f"measured/{name}")]
+        recorded = [(row["step"], row[name]) for row in lines(tmp_path / "run" / "metrics.jsonl")]
+        assert [step for step, _ in seen] == [step for step, _ in recorded]
+        assert [value for _, value in seen] == pytest.approx([value for _, value in recorded], rel=1e-6)
+    own = [next(iter(row["methods"].values())) for row in lines(tmp_path / "run" / "diagnostics.jsonl")]
+    seen = [each.value for each in found.Scalars("not private/direction_error")]
+    assert seen == pytest.approx([each["direction_error"] for each in own], rel=1e-6)
+
+
+def test_without_tensorboard_nothing_is_begun(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    words = ["train", "--data", data(base), "--steps", "1", "--tensorboard", "--folder", str(tmp_path / "run")]
+    assert main([*words, *FAST]) == 2
+    said = capsys.readouterr().err
+    assert "pip install tensorboard" in said and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+# live progress
+
+
+TWICE = """
+import sys
+from clipwise.cli import main
+for words in (["--quiet", "--folder", "quiet"], ["--folder", "loud"]):
+    assert main([*sys.argv[1:], *words]) == 0
+    print("now aloud" if "quiet" in words else "done", flush=True)
+    print("now aloud", file=sys.stderr, flush=True)
+"""
+
+
+def on_a_terminal(words: list[str], folder: Path, columns: int = 100) -> tuple[list[str], str]:
+    """The frames that a terminal shows of a quiet run and of one that is not, and standard output, which is none."""
+    main_end, other = pty.openpty()
+    program = [sys.executable, "-c", TWICE, *words]
+    known = {**os.environ, "COLUMNS": str(columns), "LINES": "24", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(program, stderr=other, stdout=subprocess.PIPE, env=known, text=True, cwd=folder) as running:
+        os.close(other)
+        seen = b"".join(iter(lambda: _some(main_end), b""))
+        assert running.stdout is not None
+        out = running.stdout.read()
+    os.close(main_end)
+    assert running.returncode == 0, seen.decode()
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    return [frame for frame in re.split(r"[\r\n]+", plain) if frame.strip()], out
+
+
+def _some(end: int) -> bytes:
+    try:
+        return os.read(end, 65536)
+    except OSError:  # Linux's way of saying that the other end is closed
+        return b""
+
+
+def test_a_terminal_shows_epsilon_clipped_share_loss_and_the_time_left_unless_quiet(base: Path, tmp_path: Path) -> None:
+    words = ["train", "--data", data(base), "--model", "mlp(hidden=8)", *FAST[:-1], "--steps", "40"]
+    frames, out = on_a_terminal([*words, "--evaluate-every", "5"], tmp_path)
+    assert frames[0] == "now aloud" and out.startswith("now aloud\n"), "the quiet run says nothing"
+    known = re.compile(r"flat +\S+ +\d+/40 ε \d+\.\d\d, clipped \d+%, loss [\d.]+, accuracy [\d.]+% (--:--|\d\d:\d\d)")
+    assert any(known.fullmatch(frame.strip()) for frame in frames), frames
+    assert all(len(frame) <= 100 for frame in frames)
+    assert out.splitlines()[1].startswith("method ") and out.splitlines()[-2] == "written to  loud"
+
+
+def test_json_lines_are_the_measurements_and_the_result_last(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--data", data(base), "--model", "mlp(hidden=8)", *FAST, "--steps", "6", "--evaluate-every", "2"]
+    assert main([*words, "--json-lines", "--folder", str(tmp_path / "run")]) == 0
+    *told, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    looks = {row["step"]: next(iter(row["methods"].values())) for row in lines(tmp_path / "run" / "diagnostics.jsonl")}
+    assert len(told) == 3 and set(looks) == {0, 6}
+    for row, seen in zip(lines(tmp_path / "run" / "metrics.jsonl"), told, strict=True):
+        assert row.items() <= seen.items() and seen["run"] == "flat" and seen["steps"] == 6
+        assert seen["clipped"] == looks[6 if row["step"] == 6 else 0]["clipped"], "of the last look"
+        assert seen["seconds_left"] >= 0
+    assert told[-1]["seconds_left"] == 0 and last["folder"] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (99, "ε 1.50, clipped 25%, loss 0.5, accuracy 80.0%"),
+        (30, "ε 1.50, clipped 25%, loss 0.5"),
+        (5, ""),
+        (9, "ε 1.50"),
+    ],
+)
+def test_where_a_terminal_is_narrow_the_least_important_goes_first(room: int, said: str) -> None:
+    assert _measured({"epsilon": 1.5, "clipped": 0.25, "loss": 0.5, "accuracy": 0.8}, room) == said
+
+
+def test_before_the_first_measurement_only_the_clipped_share_is_known() -> None:
+    assert _measured({"clipped": 1.0}, 50) == "clipped 100%" and _measured({}, 50) == ""
