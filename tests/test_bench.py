@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.bench import CASES, COLUMNS, GPU_CASES, GPU_COLUMNS, Case, Cell, Row, Step, Table, as_text, bench, slowest
-from clipwise.bench.__main__ import main
 from clipwise.bench.cases import losses
-from clipwise.bench.columns import _for_opacus, clipwise_step
+from clipwise.bench.columns import _compiled, _for_opacus, clipwise_step, method_step
 from clipwise.bench.memory import peak_megabytes
+from clipwise.bench.targets import targets
+from clipwise.cli import main
+from clipwise.methods import parse
 from clipwise.models import lstm_classifier, small_transformer
 from clipwise.records import Capture
 from clipwise.types import InputError
@@ -188,12 +190,52 @@ def test_an_unknown_row_or_column_is_an_error_that_names_the_nearest() -> None:
 
 
 def test_the_command_prints_json_or_one_line_of_error(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["--rows", "mnist_cnn", "--columns", "vmap", "--rounds", "1", "--batch", "2", "--no-memory", "--json"]
-    assert main(command) == 0
+    command = ["bench", "--rows", "mnist_cnn", "--columns", "vmap", "--rounds", "1", "--batch", "2", "--no-memory"]
+    assert main([*command, "--json", "--profile"]) == 0
     table = json.loads(capsys.readouterr().out)
     assert [cell["column"] for cell in table["rows"][0]["cells"]] == ["plain", "vmap"]
-    assert main(["--rows", "lstn"]) == 2
+    assert "norm" in table["profile"]["mnist_cnn"][0]
+    assert main(["bench", "--rows", "lstn"]) == 2
     assert capsys.readouterr().err == "error: unknown row 'lstn': did you mean 'lstm'?\n"
+
+
+def test_a_row_is_told_as_soon_as_it_is_measured_and_a_profile_follows_the_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["bench", "--rows", "mnist_cnn", "lstm", "--columns", "clipwise", "--rounds", "1", "--batch", "2"]
+    assert main([*command, "--no-memory", "--profile"]) == 0
+    shown = capsys.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if line.startswith("| MNIST CNN [2]")]
+    assert shown.err.index(line) < shown.err.index("LSTM, 50 tokens, float32: warming up plain")
+    assert shown.out.index(line) < shown.out.index("mnist_cnn, the slowest layers")
+
+
+def test_a_column_that_fails_while_it_is_timed_loses_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def take() -> None:
+        taken.append(1)
+        if len(taken) == 4:  # two steps to warm up, then the second round
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setitem(COLUMNS, "vmap", lambda _: Step(nn.Identity(), take))
+    plain, failed = bench(["mnist_cnn"], ["vmap"], rounds=3, memory=False, batch=2).rows[0].cells
+    assert len(plain.rounds) == 3 and len(taken) == 4
+    assert failed.milliseconds is None and failed.missing == "OutOfMemoryError: no room"
+
+
+def test_ordinary_steps_are_compiled_in_every_row_of_a_long_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, compiled = torch.compile, list[str]()
+
+    def noted(function: object, **_: object) -> object:
+        return original(function, backend=lambda graph, _: compiled.append("once") or graph)
+
+    monkeypatch.setattr(torch, "compile", noted)
+    monkeypatch.setitem(COLUMNS, "vmap", partial(_compiled, graph=False, channels_last=False))
+    for batch in range(2, 13):  # torch gives up after eight
+        row = bench(["mnist_cnn"], ["vmap"], rounds=1, memory=False, batch=batch).rows[0]
+        assert row.cells[1].missing is None
+        assert compiled.pop() == "once" and not compiled
 
 
 def test_the_compiled_column_makes_the_eager_column_s_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,10 +255,35 @@ def test_a_step_without_noise_leaves_the_model_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), before.parameters(), strict=True))
 
 
-def test_methods_are_columns_of_their_own() -> None:
-    table = bench(["mnist_cnn"], [], rounds=1, memory=False, batch=3, methods=["flat", "psac(clip_norm=0.5)"])
-    assert [cell.column for cell in table.rows[0].cells] == ["plain", "method flat", "method psac(clip_norm=0.5)"]
-    assert all(cell.missing is None for cell in table.rows[0].cells)
+def test_methods_are_compared_with_flat_and_with_what_they_should_cost() -> None:
+    table = bench(["mnist_cnn"], rounds=1, batch=3, methods=["psac(clip_norm=0.5)", "bam(flat())"])
+    plain, flat, psac, bam = table.rows[0].cells
+    assert [plain.column, flat.column, psac.column] == ["plain", "method flat", "method psac(clip_norm=0.5)"]
+    assert all(cell.missing is None and (cell.megabytes or 0) > 0 for cell in (flat, psac, bam))
+    assert flat.ratio == 1 and psac.ratio == pytest.approx(psac.milliseconds / flat.milliseconds)
+    assert bam.memory_ratio == pytest.approx(bam.megabytes / flat.megabytes)
+    assert (psac.target, bam.target, bam.memory_target) == (None, 2.5, 2.0)
+    shown = as_text(replace(table, rows=(replace(table.rows[0], cells=(flat, replace(bam, ratio=2.6))),)))
+    assert "| flat | bam(flat()) |" in shown and "| 2.60× > 2.5; memory" in shown
+    with pytest.raises(InputError, match="unknown method 'bum'"):
+        bench(["mnist_cnn"], methods=["bum(flat())"])
+
+
+def test_what_a_method_should_cost_follows_its_settings_and_combinations_have_no_target() -> None:
+    assert targets(parse("inner_momentum(flat(), horizon=3)")) == (pytest.approx(4.4), None)
+    assert targets(parse("self_augmentation(psac(), views=4)")) == (pytest.approx(4.2), None)
+    assert targets(parse("dice(flat())")) == (1.2, None)
+    for free in ("psac", "bam(flat(), form='exact')", "bam(self_augmentation(flat()))", "dp_sat(flat())"):
+        assert targets(parse(free)) == (None, None)
+
+
+def test_a_method_that_looks_back_is_timed_once_it_has_something_to_look_at() -> None:
+    assert method_step(QUIET["cnn"], method="inner_momentum(flat(), horizon=5)").warm_up == 5
+    assert method_step(QUIET["cnn"], method="flat").warm_up == 2
+
+
+def test_a_method_is_timed_in_bfloat16_too() -> None:
+    method_step(replace(CASES["mnist_cnn"], batch=4, narrow=True), method="bam(flat())")()
 
 
 def test_ratios_on_a_gpu_are_to_the_fastest_ordinary_step() -> None:

@@ -542,6 +542,20 @@ def test_norms_are_norms(u: SampleGradients, v: SampleGradients, c: Tensor) -> N
     assert torch.allclose(u.norms(each).square().sum(1).sqrt(), u.norms(), rtol=1e-10)
 
 
+def test_probes_added_at_once_are_written_out_where_so_many_positions_make_that_cheaper() -> None:
+    probes = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        outer = Outer(torch.randn(4, 1, 8, 8).double(), torch.randn(4, 1, 8, 32).double(), torch.Size([32, 8]))
+        probes.append(SampleGradients({"weight": (outer,)}, {"weight": torch.zeros(32, 8).double()}, 4))
+    assert planner.choose(8, 8, 32).name == "streamed" and planner.choose(24, 8, 32).name == "written"
+    at_once = probes[0].plus(*probes[1:])
+    assert isinstance(at_once.records["weight"][0], Dense)
+    expected = sum(probe.materialise()["weight"] for probe in probes)
+    assert torch.allclose(at_once.materialise()["weight"], expected, rtol=1e-12)
+    assert torch.allclose(at_once.norms(), expected.flatten(1).norm(dim=1), rtol=1e-12)
+
+
 def test_only_gradients_of_the_same_samples_and_parameters_add_up() -> None:
     whole = mixed(0)
     with pytest.raises(InputError, match="expected 6 samples, got 3"):

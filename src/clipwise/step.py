@@ -43,11 +43,11 @@ def private_sum(
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
-    ``residual`` gets Σ_i (1 − w_i) v_i added to it: what clipping cut off.
+    ``residual`` gets Σ_i (1 − w_i) v_i added to it, or put into it where it is empty: what clipping cut off.
     """
     blocks = method.blocks(tuple(parameters))
     groups = [block.names for block in blocks]
-    total = zeros(parameters)
+    total: Gradient = {}
     count, samples, lost = 0.0, 0, 0
     for gradients in chunks:
         if not gradients.samples:
@@ -57,21 +57,31 @@ def private_sum(
         if not bool(finite.all()):
             gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
         weights = torch.where(finite[:, None], weigh(blocks, norms), 0.0)  # [sample, block]
-        for name, part in gradients.weighted_sum(weights, groups).items():
-            total[name] += part
+        _add(gradients.weighted_sum(weights, groups), total)
         if residual is not None:
-            rest = torch.where(finite[:, None], 1 - weights, 0.0)
-            for name, part in gradients.weighted_sum(rest, groups).items():
-                residual[name] += part
+            _add(gradients.weighted_sum(torch.where(finite[:, None], 1 - weights, 0.0), groups), residual)
         if method.count is not None:
-            count += float((method.count.of(norms.square().sum(1).sqrt()) * finite).sum())
+            values = method.count.of(norms.square().sum(1).sqrt()).clamp(-0.5, 0.5)  # whatever the method says
+            count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
         samples, lost = samples + gradients.samples, lost + int((~finite).sum())
+    for sums in (total, residual):
+        if sums is not None and not sums:
+            sums.update(zeros(parameters))
     moves = method.moves
     parts = [Part({name: total[name] for name in block.names}, moves * block.bound, block.share) for block in blocks]
     if method.count is not None:
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts)), Observed(samples, lost)
+
+
+def _add(chunk: Gradient, to: Gradient) -> None:
+    """A chunk's sums, added in float64; the first chunk's are only copied."""
+    for name, part in chunk.items():
+        if name in to:
+            to[name] += part
+        else:
+            to[name] = part.to(torch.promote_types(part.dtype, torch.float64), copy=True)
 
 
 def zeros(parameters: Mapping[str, Tensor]) -> Gradient:
@@ -92,23 +102,24 @@ def fed_back(
     of a block leaves nothing.
     """
     c2 = expected_batch * feedback.clip_norm
-    sent = _clipped(error, c2, normalise=feedback.normalised)  # clip(E_t, c2)
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in error.values()]))
+    share = _share(norm, c2, normalise=feedback.normalised)
+    sent = {name: share * e for name, e in error.items()}  # clip(E_t, c2)
     if feedback.memory == "blocks" and last:
         return sent, None
     if feedback.memory == "none":
         return sent, residual
-    kept = {name: error[name] - sent[name] for name in error}
+    kept = 1 - share
     if feedback.memory == "bounded":
-        kept = _clipped(kept, c2)
+        kept = kept * _share((kept * norm).abs(), c2)
     # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
-    return sent, {name: kept[name] + residual[name] for name in error}
+    return sent, {name: torch.addcmul(residual[name], error[name], kept) for name in error}
 
 
-def _clipped(vector: Gradient, bound: float, *, normalise: bool = False) -> Gradient:
-    norm = torch.stack([v.square().sum() for v in vector.values()]).sum().sqrt()
-    factor = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
-    factor = torch.where(norm > 0, factor if normalise else factor.clamp(max=1.0), 0.0)
-    return {name: factor * v for name, v in vector.items()}
+def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
+    """What clipping keeps of a vector of this norm."""
+    share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
+    return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:

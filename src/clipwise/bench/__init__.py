@@ -1,14 +1,15 @@
-"""How fast a private step is, beside what people use today; also ``python -m clipwise.bench``.
+"""How fast a private step is, beside what people use today.
 
 Receives: names of rows (models) and columns (libraries).
-Gives: bench, slowest, as_text, Table, Row and Cell, and the registries CASES, COLUMNS, GPU_CASES and GPU_COLUMNS.
+Gives: bench and as_text, Table, Row and Cell; slowest and slowest_of, Layer; the registries CASES, COLUMNS, GPU_CASES
+and GPU_COLUMNS.
 """
 
 from __future__ import annotations
 
 from clipwise.bench.cases import CASES, GPU_CASES, Case
 from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, Step
-from clipwise.bench.profile import Layer, profiled, slowest
+from clipwise.bench.profile import Layer, slowest, slowest_of
 from clipwise.bench.run import Cell, Row, Table, as_text, bench
 
 __all__ = [
@@ -24,6 +25,6 @@ __all__ = [
     "Table",
     "as_text",
     "bench",
-    "profiled",
     "slowest",
+    "slowest_of",
 ]

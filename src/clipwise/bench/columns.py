@@ -1,12 +1,13 @@
 """The columns of the bench: one training step as each library writes it.
 
 Receives: a Case.
-Gives: COLUMNS and GPU_COLUMNS (name → builder); a builder makes a Step, and imports its library only then.
+Gives: COLUMNS and GPU_COLUMNS (name → builder), and ``builder``, which also knows a column for each method; a builder
+makes a Step, and imports its library only then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -26,6 +27,7 @@ class Step:
 
     model: nn.Module
     take: Callable[[], None]
+    warm_up: int = 2  # steps after which each one is like the next
 
     def __call__(self) -> None:
         """Take one step."""
@@ -153,9 +155,11 @@ def method_step(case: Case, *, method: str) -> Step:
         chunk=case.batch,
         delta=1e-9,
         noise=0,
+        self_test=False,  # it is for models of unknown origin
     )
     batches = private.batches()
-    return Step(model, lambda: private.step(next(batches)))
+    # the first steps have fewer earlier iterates to look at
+    return Step(model, lambda: private.step(next(batches)), warm_up=max(2, private.method.past))
 
 
 def vmap_step(case: Case) -> Step:
@@ -221,7 +225,7 @@ def opacus_ghost(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        with torch.autocast(case.device, torch.bfloat16, enabled=case.narrow):
+        with torch.autocast(case.device.split(":")[0], torch.bfloat16, enabled=case.narrow):
             loss = criterion(model(inputs), labels)
         loss.backward()
         optimizer.step()
@@ -260,3 +264,10 @@ GPU_COLUMNS: dict[str, Callable[[Case], Step]] = {
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,
 }
+ON_REQUEST = ("clipwise_sum", "clipwise_eager")  # parts of the step, measured only where they are named
+METHOD = "method "  # how a column of this library's own method begins, such as "method psac"
+
+
+def builder(column: str, table: Mapping[str, Callable[[Case], Step]]) -> Callable[[Case], Step]:
+    """What makes a column's step: the table's own builder, or any method's."""
+    return partial(method_step, method=column.removeprefix(METHOD)) if column.startswith(METHOD) else table[column]

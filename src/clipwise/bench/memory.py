@@ -1,7 +1,7 @@
 """Peak memory of one cell of the bench, in a process of its own.
 
 Receives: a row, a column, a batch size and a number of threads, on the command line of a fresh process.
-Gives: megabytes that the process grew by during three steps, above what it held before the first one.
+Gives: megabytes that the process grew by during three steps or a few more, above what it held before the first one.
 
 The peak is the kernel's high-water mark of resident memory. On Linux it is read as VmHWM from /proc, not as
 ``getrusage``'s ru_maxrss, which a process inherits from the one that started it: beside a large parent every cell
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from clipwise.bench.cases import CASES
-from clipwise.bench.columns import COLUMNS
+from clipwise.bench.columns import COLUMNS, builder
 
 STEPS = 3  # some memory is first needed in the second step, when the gradients of the first still exist
 _STATUS = Path("/proc/self/status")
@@ -41,9 +41,9 @@ def main() -> None:
     warnings.simplefilter("ignore")  # peers warn about their own insides
     row, column, batch, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    step = COLUMNS[column](replace(CASES[row], batch=int(batch)))
+    step = builder(column, COLUMNS)(replace(CASES[row], batch=int(batch)))
     before = _resident("VmRSS")
-    for _ in range(STEPS):
+    for _ in range(max(STEPS, step.warm_up + 1)):
         step()
     print(_resident("VmHWM") - before)
 

@@ -53,13 +53,12 @@ def slowest(gradients: SampleGradients, most: int = 10) -> list[Layer]:
     return sorted(layers, key=lambda layer: -(layer.norm + layer.total))[:most]
 
 
-def profiled(row: str, device: str = "cpu", batch: int | None = None) -> str:
-    """A row's slowest layers, as text; on CUDA in bfloat16."""
+def slowest_of(row: str, device: str = "cpu", batch: int | None = None) -> list[Layer]:
+    """The same for a row of the bench; on CUDA in bfloat16."""
     on_cuda = device.split(":")[0] == "cuda"
     case = replace((GPU_CASES if on_cuda else CASES)[row], device=device, narrow=on_cuda)
     case = case if batch is None else replace(case, batch=batch)
-    layers = slowest(Capture(case.model(), case.losses)(case.data()))
-    return "\n".join([f"{case.title} [{case.batch}], the slowest layers, each measured on its own:", *map(str, layers)])
+    return slowest(Capture(case.model(), case.losses)(case.data()))
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

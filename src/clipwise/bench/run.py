@@ -1,12 +1,13 @@
 """The bench itself: every column of every row, timed side by side in one run.
 
 Receives: names of rows and columns, the number of rounds; on a GPU also precisions and methods.
-Gives: a Table of times and peak memory with ratios to the plain step, on a GPU to the fastest ordinary one; as_text.
+Gives: a Table of times and peak memory with ratios to the plain step, on a GPU to the fastest ordinary one, and of
+methods to flat clipping; as_text.
 
 Time: a row's columns take turns within one process, one step each per round, so that a slow moment of the machine hits
 all of them; the median over rounds is reported, after warm-up steps, with garbage collection off.
-Memory: each cell in a fresh process, see ``clipwise.bench.memory``; on a GPU what the column took of the device: the
-peak of a step, or what its CUDA graphs keep.
+Memory: each cell in a fresh process, see ``clipwise.bench.memory``; on a GPU what the column took of the device: what
+it keeps, its CUDA graphs included, and the most that a step takes besides.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from clipwise.bench.cases import CASES, GPU_CASES, Case
-from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, ORDINARY, Step, method_step
+from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, METHOD, ON_REQUEST, ORDINARY, Step, builder
 from clipwise.bench.memory import peak_megabytes
+from clipwise.bench.targets import targets
+from clipwise.methods import parse
 from clipwise.types import InputError, one_of, whole
 
 PRECISIONS = ("bf16", "tf32", "float32")
-WARM_UP = 2
+FLAT = METHOD + "flat"  # what methods are compared with
 UNSTEADY = 1.25  # a median this many times the fastest round was measured on a busy machine
 
 
@@ -40,11 +42,13 @@ class Cell:
 
     column: str
     milliseconds: float | None = None  # median over rounds
-    ratio: float | None = None  # to the plain step
+    ratio: float | None = None  # to the ordinary step; a method's to flat's
     megabytes: float | None = None  # peak, see clipwise.bench.memory
     memory_ratio: float | None = None
     rounds: tuple[float, ...] = ()  # milliseconds of each round
     missing: str | None = None
+    target: float | None = None  # the most that a method's ratio should be, and its memory's
+    memory_target: float | None = None
 
     @property
     def unsteady(self) -> bool:
@@ -67,6 +71,12 @@ class Row:
         """What ratios are to: the fastest of the ordinary columns."""
         timed = [cell for cell in self.cells if cell.column in ORDINARY and cell.milliseconds is not None]
         return min(timed, key=lambda cell: cell.milliseconds or 0.0) if timed else self.cells[0]
+
+    def compared(self) -> Row:
+        """The row with its ratios: of columns to the reference, of methods to flat."""
+        flat = next((cell for cell in self.cells if cell.column == FLAT), self.reference)
+        cells = [_compared(c, flat if c.column.startswith(METHOD) else self.reference) for c in self.cells]
+        return replace(self, cells=tuple(cells))
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,9 @@ def bench(
 ) -> Table:
     """Measure rows × columns (all of them unless named); the plain column is always there, ratios need it.
 
-    ``batch`` replaces every row's batch size; ``progress`` is told what is being measured; ``precisions`` are for
-    CUDA, where each makes a row of its own; ``methods`` are more columns, each a method of this library.
+    ``batch`` replaces every row's batch size; ``progress`` is told what is being measured, and each row as soon as it
+    is; ``precisions`` are for CUDA, where each makes a row of its own. ``methods`` are columns of their own, with flat
+    beside them; where no ``columns`` are named, they are all that is measured.
 
     *Edge cases*: a peer that is not installed or fails on a model leaves a cell with the reason, and the rest goes on.
     """
@@ -112,13 +123,12 @@ def bench(
     if on_cuda and not torch.cuda.is_available():
         raise InputError(f"expected a device that torch sees, got {device}: write --device cpu")
     known, table = (GPU_CASES, GPU_COLUMNS) if on_cuda else (CASES, COLUMNS)
-    builders: dict[str, Callable[[Case], Step]] = {
-        **table,
-        **{f"method {method}": partial(method_step, method=method) for method in methods},
-    }
     named = [one_of("row", row, known) for row in (known if rows is None else rows)]
-    wanted = {"plain", *(one_of("column", column, table) for column in (table if columns is None else columns))}
-    used = {name: build for name, build in builders.items() if name in wanted or name not in table}
+    if columns is None:
+        columns = [] if methods else [column for column in table if column not in ON_REQUEST]
+    wanted = {"plain", *(one_of("column", column, table) for column in columns)}
+    allowed = {METHOD + method: targets(parse(method)) for method in (["flat", *methods] if methods else [])}
+    used = {column: builder(column, table) for column in [*(c for c in table if c in wanted), *allowed]}
     cases = {row: replace(known[row], device=device) for row in named}
     if batch is not None:
         cases = {row: replace(case, batch=whole("batch", batch)) for row, case in cases.items()}
@@ -127,7 +137,14 @@ def bench(
         for precision in [one_of("precision", p, PRECISIONS) for p in precisions] if on_cuda else ["float32"]:
             with _products(precision):
                 exact = replace(case, narrow=precision == "bf16")
-                made.append(_row(row, exact, used, rounds, memory, progress, precision))
+                measured = _row(row, exact, used, rounds, memory, progress, precision)
+                cells = [
+                    replace(cell, target=time, memory_target=space)
+                    for cell in measured.cells
+                    for time, space in [allowed.get(cell.column, (None, None))]
+                ]
+                made.append(replace(measured, cells=tuple(cells)))
+                progress("\n".join(_lines(made[-1], device)))
     return Table(
         rows=tuple(made),
         rounds=rounds,
@@ -164,22 +181,24 @@ def _row(
     missing: dict[str, str] = {}
     taken: dict[str, float] = {}  # megabytes of the device
     on_cuda = case.device != "cpu"
+    torch.compiler.reset()  # after eight recompilations of a line of code torch goes on without a compiler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn about their own insides
         for column in columns:
-            progress(f"{case.title}: warming up {column}")
+            progress(f"{case.title}, {precision}: warming up {column}")
             try:
                 before = _device_megabytes() if on_cuda else 0.0
                 step = columns[column](case)
-                for _ in range(WARM_UP):
+                for _ in range(step.warm_up):
                     step()
                 if on_cuda:
-                    taken[column] = _device_peak(step) - before
+                    taken[column] = _device_megabytes() - before + _device_transient(step)
                 steps[column] = step
             except Exception as error:  # whatever a peer raises belongs in its cell
-                missing[column] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        progress(f"{case.title}: timing {rounds} rounds")
-        times = _times(steps, rounds, torch.cuda.synchronize if on_cuda else lambda: None)
+                missing[column] = _reason(error)
+        progress(f"{case.title}, {precision}: timing {rounds} rounds")
+        times, failed = _times(steps, rounds, torch.cuda.synchronize if on_cuda else lambda: None)
+        missing |= failed
     steps.clear()  # their memory is not needed while other processes are measured
     cells: list[Cell] = []
     for column in columns:
@@ -197,8 +216,11 @@ def _row(
         cells.append(
             Cell(column, median, megabytes=megabytes, rounds=times.get(column, ()), missing=missing.get(column))
         )
-    measured = Row(row, case.title, case.batch, tuple(cells), precision)
-    return replace(measured, cells=tuple(_compared(cell, measured.reference) for cell in cells))
+    return Row(row, case.title, case.batch, tuple(cells), precision).compared()
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _device_megabytes() -> float:
@@ -209,33 +231,42 @@ def _device_megabytes() -> float:
     return torch.cuda.memory_reserved() / 2**20
 
 
-def _device_peak(step: Step) -> float:
-    """The most that a step takes: what it allocates, or what stays reserved for its CUDA graphs."""
+def _device_transient(step: Step) -> float:
+    """The most that a step allocates beyond what is there before it; replayed CUDA graphs allocate nothing."""
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() / 2**20
-    return max(peak, _device_megabytes())
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def _times(steps: dict[str, Step], rounds: int, wait: Callable[[], None]) -> dict[str, tuple[float, ...]]:
-    """Milliseconds of each column in each round; ``wait`` for what a device still does."""
+def _times(
+    steps: dict[str, Step], rounds: int, wait: Callable[[], None]
+) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
+    """Milliseconds of each column in each round, and why a column has none; ``wait`` for what a device still does."""
     times: dict[str, list[float]] = {column: [] for column in steps}
+    failed: dict[str, str] = {}
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
             for column, step in steps.items():
-                wait()
-                start = time.perf_counter()
-                step()
-                wait()
+                if column in failed:
+                    continue
+                try:
+                    wait()
+                    start = time.perf_counter()
+                    step()
+                    wait()
+                except Exception as error:  # one column's failure is its own
+                    failed[column] = _reason(error)
+                    continue
                 times[column].append(1000 * (time.perf_counter() - start))
     finally:
         if collecting:
             gc.enable()
-    return {column: tuple(values) for column, values in times.items()}
+    return {column: tuple(values) for column, values in times.items() if column not in failed}, failed
 
 
 def _compared(cell: Cell, reference: Cell) -> Cell:
@@ -251,32 +282,53 @@ def _compared(cell: Cell, reference: Cell) -> Cell:
 
 def as_text(table: Table) -> str:
     """The table for a terminal or a Markdown page, with what the numbers mean above and the missing cells below."""
-    columns = [cell.column for cell in table.rows[0].cells] if table.rows else []
-    if table.device == "cpu":
-        where = f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
-        meaning = (
-            "plain: milliseconds and megabytes of the step without privacy; other columns: times as much as plain."
-        )
-    else:
-        where = f"on {table.machine}: median of {table.rounds} rounds"
-        meaning = "Milliseconds; times as much as the fastest ordinary step (plain … channels_last); peak gigabytes."
-    lines = [
-        f"One training step {where}, torch {table.torch}.",
-        meaning,
-        "",
-        "| model [batch] | " + " | ".join(columns) + " |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
-    for row in table.rows:
-        title = row.title if table.device == "cpu" else f"{row.title}, {row.precision}"
-        words = _words if table.device == "cpu" else _gpu_words
-        lines.append(f"| {title} [{row.batch}] | " + " | ".join(words(cell) for cell in row.cells) + " |")
+    where = (
+        f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
+        if table.device == "cpu"
+        else f"on {table.machine}: median of {table.rounds} rounds"
+    )
+    lines = [f"One training step {where}, torch {table.torch}."]
+    for methods in (False, True):
+        columns = [c.column for c in _part(table.rows[0], methods)] if table.rows else []
+        if not columns:
+            continue
+        head = "| model [batch] | " + " | ".join(column.removeprefix(METHOD) for column in columns) + " |"
+        lines += [_meaning(methods, table.device), "", head, "|---" * (1 + len(columns)) + "|"]
+        lines += [_line(row, methods, table.device) for row in table.rows]
     notes = [
         f"– {cell.column} on {row.title}: {cell.missing}" for row in table.rows for cell in row.cells if cell.missing
     ]
     if table.unsteady():
         notes.append(f"Do not trust {', '.join(table.unsteady())}: the machine was busy, run it again when it is idle.")
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _part(row: Row, methods: bool) -> list[Cell]:
+    """The cells of one of the two tables: columns or methods. An ordinary step alone is no table."""
+    cells = [cell for cell in row.cells if cell.column.startswith(METHOD) == methods]
+    return cells if methods or len(cells) > 1 or len(cells) == len(row.cells) else []
+
+
+def _meaning(methods: bool, device: str) -> str:
+    if methods:
+        return (
+            "\nMethods as make_private runs them, not compiled. flat: milliseconds and megabytes; the others: times as "
+            "much, beside the most that it should be."
+        )
+    if device == "cpu":
+        return "plain: milliseconds and megabytes of the step without privacy; other columns: times as much as plain."
+    return "Milliseconds; times as much as the fastest ordinary step (plain … channels_last); peak gigabytes."
+
+
+def _lines(row: Row, device: str) -> list[str]:
+    """A row as it will stand in the tables."""
+    return [_line(row, methods, device) for methods in (False, True) if _part(row, methods)]
+
+
+def _line(row: Row, methods: bool, device: str) -> str:
+    title = row.title if device == "cpu" else f"{row.title}, {row.precision}"
+    words = _method_words if methods else _words if device == "cpu" else _gpu_words
+    return f"| {title} [{row.batch}] | " + " | ".join(words(cell) for cell in _part(row, methods)) + " |"
 
 
 def _gpu_words(cell: Cell) -> str:
@@ -292,3 +344,17 @@ def _words(cell: Cell) -> str:
     if cell.column == "plain":
         return f"{cell.milliseconds:.1f} ms" + (f", {cell.megabytes:.0f} MB" if cell.megabytes is not None else "")
     return f"{cell.ratio:.2f}×" + (f" (memory {cell.memory_ratio:.1f}×)" if cell.memory_ratio is not None else "")
+
+
+def _method_words(cell: Cell) -> str:
+    if cell.milliseconds is None or cell.ratio is None:
+        return "–"
+    if cell.column == FLAT:
+        return f"{cell.milliseconds:.1f} ms" + (f", {cell.megabytes:.0f} MB" if cell.megabytes is not None else "")
+    words = _beside(cell.ratio, cell.target)
+    return words if cell.memory_ratio is None else f"{words}; memory {_beside(cell.memory_ratio, cell.memory_target)}"
+
+
+def _beside(ratio: float, target: float | None) -> str:
+    """A ratio with its target, where it has one: 2.31× ≤ 2.5, or 2.71× > 2.5."""
+    return f"{ratio:.2f}×" + (f" {'≤' if ratio <= target else '>'} {target:.4g}" if target is not None else "")

@@ -11,13 +11,13 @@ import sys
 
 import torch
 
-from clipwise.bench import as_text, bench, profiled
+from clipwise.bench import as_text, bench, slowest_of
 from clipwise.config import BenchConfig
 from clipwise.types import whole
 
 
 def run(config: BenchConfig) -> str:
-    """Measure, telling on standard error what is being measured."""
+    """Measure, telling on standard error what is being measured and each row as soon as it is."""
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
     table = bench(
@@ -26,12 +26,27 @@ def run(config: BenchConfig) -> str:
         rounds=config.rounds,
         memory=config.memory,
         batch=config.batch,
-        progress=lambda message: print(message, file=sys.stderr),
+        progress=_say,
         device=config.device,
         precisions=config.precisions,
         methods=config.methods,
     )
-    if config.profile:
-        for row in dict.fromkeys(row.row for row in table.rows):
-            print(profiled(row, config.device, config.batch), file=sys.stderr)
-    return (json.dumps(table.as_dict(), indent=2, ensure_ascii=False) if config.json else as_text(table)) + "\n"
+    rows = dict.fromkeys(row.row for row in table.rows) if config.profile else ()
+    profiles = {row: _profile(row, config) for row in rows}
+    if config.json:
+        found = table.as_dict() | ({"profile": profiles} if config.profile else {})
+        return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    heads = {row: f"{row}, the slowest layers, each measured on its own:" for row in profiles}
+    return "\n".join([as_text(table), *(line for row in rows for line in ("", heads[row], *profiles[row]))]) + "\n"
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _profile(row: str, config: BenchConfig) -> list[str]:
+    _say(f"{row}: looking for the slowest layers")
+    try:
+        return [str(layer) for layer in slowest_of(row, config.device, config.batch)]
+    except Exception as error:  # the table is there by now, and must not be lost
+        return [f"– {type(error).__name__}: {error}"]

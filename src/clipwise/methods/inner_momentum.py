@@ -26,11 +26,15 @@ def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 
     horizon, decay = whole("horizon", horizon, least=0), fraction("decay", decay)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
-        found, total = inner.gradients(engine, rows), 1.0
-        for power, iterate in enumerate(engine.past[:horizon], start=1):
-            found = found + decay**power * inner.gradients(engine.at(iterate), rows)
-            total += decay**power
-        return found if total == 1.0 else (1 / total) * found
+        here, past = inner.gradients(engine, rows), engine.past[:horizon]
+        total = sum(decay**power for power in range(1 + len(past)))
+        if total == 1.0:
+            return here
+        earlier = (
+            (decay**power / total) * inner.gradients(engine.at(iterate), rows)
+            for power, iterate in enumerate(past, start=1)
+        )
+        return ((1 / total) * here).plus(*earlier)
 
     settings = {"horizon": horizon, "decay": decay}
     past = max(horizon, inner.past if isinstance(inner, Method) else 0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from clipwise.records import planner
-from clipwise.records.kinds import Dense, Indexed, Outer, Record, wide
+from clipwise.records.kinds import Dense, Indexed, Outer, Record, joined, wide
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,11 @@ class Own:
         return sum(parts[1:], parts[0])
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All pairs (a, c b) at once, [unit, s, feature]."""
-        outers = [r for r in self.records if isinstance(r, Outer)]
-        a, b = (torch.cat([wide(t)[:, 0] for t in ts], 1) for ts in zip(*((r.a, r.b) for r in outers), strict=True))
-        return a, b * self._scale(b)
+        """All pairs (a, b) at once, [unit, s, feature], c on the narrower one, which is copied for it."""
+        outers = joined([r for r in self.records if isinstance(r, Outer)])
+        assert isinstance(outers[0], Outer)
+        a, b = wide(outers[0].a)[:, 0], wide(outers[0].b)[:, 0]
+        return (a, b * self._scale(b)) if b.shape[2] <= a.shape[2] else (a * self._scale(a), b)
 
     def _scale(self, like: Tensor) -> Tensor:
         assert self.factors is not None

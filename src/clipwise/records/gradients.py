@@ -62,13 +62,18 @@ class SampleGradients:
 
     def __add__(self, other: SampleGradients) -> SampleGradients:
         """v_i + u_i."""
-        if other.samples != self.samples or other.names != self.names:
-            raise InputError(
-                f"only gradients of the same samples and parameters add up: expected {self.samples} samples, "
-                f"got {other.samples}"
-            )
-        names = [name for name in self.like if self.records.get(name) or other.records.get(name)]
-        return self._with({n: joined((*self.records.get(n, ()), *other.records.get(n, ()))) for n in names})
+        return self.plus(other)
+
+    def plus(self, *others: SampleGradients) -> SampleGradients:
+        """v_i + u_i + …: several at once, since each addition copies what was added before."""
+        for other in others:
+            if other.samples != self.samples or other.names != self.names:
+                raise InputError(
+                    f"only gradients of the same samples and parameters add up: expected {self.samples} samples, "
+                    f"got {other.samples}"
+                )
+        own = {name: [r for g in (self, *others) for r in g.records.get(name, ())] for name in self.like}
+        return self._with({name: joined(records) for name, records in own.items() if records})
 
     def merged(self, size: int) -> SampleGradients:
         """Each ``size`` consecutive samples become one unit with the sum of their gradients."""

@@ -160,9 +160,10 @@ class Outer:
         """Zeros where not ``keep``."""
         return Outer(_masked(self.a, keep), _masked(self.b, keep), self.shape)
 
-    def plus(self, other: Outer) -> Outer:
+    def plus(self, *others: Outer) -> Outer:
         """Adding concatenates positions."""
-        return Outer(torch.cat([self.a, other.a], 2), torch.cat([self.b, other.b], 2), self.shape)
+        a, b = (torch.cat(parts, 2) for parts in zip(*((r.a, r.b) for r in (self, *others)), strict=True))
+        return Outer(a, b, self.shape)
 
     @property
     def form(self) -> planner.Form:
@@ -183,12 +184,14 @@ class Outer:
         return ((b @ u) * a).flatten(1).sum(1)
 
     def total(self, weights: Tensor) -> Tensor:
-        """One ordinary weight-gradient product with b scaled by w."""
+        """One ordinary weight-gradient product with b, or a, scaled by w."""
         if _by_kernel(self.a, self.b.dtype):  # b scaled in its own format would be rounded, in a wider one copied
             total = convolution_total(*self._images(), weights, *ONE)
             return total[: self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.shape)
         a, b = wide(self.a), wide(self.b)
-        a, b = (t.transpose(0, 1).flatten(1, 2) for t in (a, b * _like(b, weights)))  # [block, sample · position, …]
+        # w on the narrower one, which is copied for it
+        a, b = (a, b * _like(b, weights)) if b.shape[3] <= a.shape[3] else (a * _like(a, weights), b)
+        a, b = (t.transpose(0, 1).flatten(1, 2) for t in (a, b))  # [block, sample · position, …]
         return (b.transpose(1, 2) @ a).reshape(self.shape)
 
     def dense(self) -> Tensor:
@@ -410,9 +413,10 @@ class Indexed:
         """Zeros where not ``keep``."""
         return replace(self, b=_masked(self.b, keep))
 
-    def plus(self, other: Indexed) -> Indexed:
+    def plus(self, *others: Indexed) -> Indexed:
         """Adding concatenates positions."""
-        return Indexed(torch.cat([self.ids, other.ids], 1), torch.cat([self.b, other.b], 1), self.shape)
+        ids, b = (torch.cat(parts, 1) for parts in zip(*((r.ids, r.b) for r in (self, *others)), strict=True))
+        return Indexed(ids, b, self.shape)
 
     def sq_norm(self) -> Tensor:
         """Rows that a sample meets several times are added first: sort each sample's ids, sum the runs, square."""
@@ -493,11 +497,14 @@ def joined(records: Sequence[Record]) -> tuple[Record, ...]:
         outers, indexed = [], []
     out: list[Record] = list(rest)
     if dense:
-        out.append(Dense(torch.stack([d.value for d in dense]).sum(0)) if len(dense) > 1 else dense[0])
-    for same in (outers, indexed):
-        if same:
-            first = same[0]
-            for other in same[1:]:
-                first = first.plus(other)  # type: ignore[arg-type]
-            out.append(first)
+        first, *others = (d.value for d in dense)
+        out.append(Dense(sum(others, first)))
+    if len(outers) > 1:
+        several = outers[0].plus(*outers[1:])
+        # with so many positions writing may be cheaper, as it may be in a capture
+        out.append(Dense(several.dense()) if several.form.name == "written" else several)
+    elif outers:
+        out += outers
+    if indexed:
+        out.append(indexed[0].plus(*indexed[1:]) if len(indexed) > 1 else indexed[0])
     return tuple(out)
