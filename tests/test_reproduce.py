@@ -318,6 +318,7 @@ MEASURED = {"a": {"q": 1.0}, "ab": {"q": 3.0}, "c d": {"q": 2.0, "r": -1.0}}
         ("q['c d'] * 2 - 1 >= q['ab'] and r['c d'] < 0", True),
         ("q['a'] < 2 and r['c d'] > 0", False),
         ("max(q['a*']) <= 3 and min(q['a*'], 0) >= 0", True),
+        ("max(q['*b']) >= 3", True),
         ("spread(q['a*']) > 1.5", True),
         ("abs(r['c d']) >= 1", True),
         ("q['missing'] > 0", None),
@@ -429,12 +430,50 @@ def test_a_method_that_is_refused_does_not_take_the_other_runs_with_it(
     assert found["runs"][1]["values"]
 
 
+def test_settings_of_the_command_line_take_the_place_of_the_experiments_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--only", "private*", "--set", "steps=2", "model=mlp(hidden=9)", "noise_multiplier=3"]
+    assert main(["reproduce", own(), "--folder", "out", "--threads", "1", *words]) == 0
+    assert "Set by --set: steps=2, model=mlp(hidden=9), noise_multiplier=3." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    found = json.loads(Path("out/results.json").read_text())
+    assert found["set"] == {"steps": 2, "model": "mlp(hidden=9)", "noise_multiplier": 3.0}
+    run = tomllib.loads(Path("out/1-0/settings.toml").read_text())
+    assert (run["steps"], run["model"], run["noise_multiplier"]) == (2, "mlp(hidden=9)", 3.0)
+
+
+def test_what_was_measured_before_a_run_breaks_off_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from clipwise.cli import reproduce
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(reproduce._Study, "_noise_free", broken)
+    with pytest.raises(MemoryError):
+        main(["reproduce", own(), "--folder", "out", "--threads", "1", "--quiet"])
+    found = json.loads(Path("out/results.json").read_text())
+    assert [run["name"] for run in found["runs"]] == ["private 1.0"] and found["runs"][0]["values"]
+
+
 def test_a_network_of_the_users_takes_the_place_of_the_experiments_own() -> None:
     text = own(OWN.replace('"membership", "window"', '"membership"'))
     small, large = (
         values(made(text, "--only", "free", *words))["free"] for words in ([], ["--model", "mlp(hidden=9)"])
     )
     assert small["accuracy"] != large["accuracy"]
+
+
+def test_the_experiment_in_the_documentation_can_be_made() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
+    Path("mine.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    found = made("mine.toml", "--set", "steps=2", "accountant=rdp", "self_test=false")
+    assert [run["name"] for run in found["runs"]] == ["flat, C = 0.1", "flat, C = 1.0", "psac"]
+    assert found["claims"][0]["holds"] is not None and "cosine" in found["runs"][0]["values"]
+
+
+def test_the_documentation_has_a_row_for_every_experiment() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reproduce.md").read_text()
+    assert [name for name in NAMES if f"| {name} |" not in page] == []
 
 
 def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,6 +497,9 @@ def test_json_is_what_the_folder_holds(capsys: pytest.CaptureFixture[str]) -> No
         (["paper4/table2", "--data-dir", "nowhere"], "nowhere"),
         (["paper4/figure2", "--only", "nobody"], "no run of paper4/figure2 is called nobody"),
         (["none.toml"], "cannot read none.toml"),
+        (["paper4/table2", "--set", "epochs"], "expected a setting such as epochs=2, got 'epochs'"),
+        (["paper4/table2", "--set", "epoch=2"], "did you mean 'epochs'"),
+        (["paper0/figure2", "--set", "epsilon=2.0"], "can have no epsilon"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -92,10 +93,14 @@ def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, An
                 results.append(averaged(one.name, private, found))
             except Refused as refusal:  # what a paper does may have no proof; the other runs still tell something
                 results.append(Result(one.name, private, {}, {}, {}, 0.0, str(refusal)))
-    plots = plotted(experiment, results, folder.path)
-    values = _values(experiment, results, seeds, folder.path, plots)
+            _keep(folder, _values(study, results, seeds, ()))  # whatever stops the next run
+    values = _values(study, results, seeds, plotted(experiment, results, folder.path))
+    _keep(folder, values)
+    return values, _text(study, results, values)
+
+
+def _keep(folder: RunFolder, values: Mapping[str, Any]) -> None:
     folder.write("results.json", json.dumps(values, indent=2) + "\n")
-    return values, _text(experiment, results, values)
 
 
 @dataclass
@@ -106,6 +111,11 @@ class _Study:
     experiment: Experiment
     folder: Path = Path()
     loaded: dict[str, Splits] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """What --set puts in the place of the experiment's settings."""
+        return checked(TrainConfig, dict(_setting(text) for text in self.config.set), "--set")
 
     def run(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves]:
         """One run: its final numbers and its curves."""
@@ -130,7 +140,8 @@ class _Study:
     def plan(self, one: Planned, seed: int) -> TrainConfig:
         """The run's settings, with what the command line says about where it runs."""
         given = checked(TrainConfig, one.settings, f"the run {one.name!r} of {self.experiment.name}")
-        if (one.noise_free or self.experiment.problem is not None) and {"epsilon", "noise_multiplier"} & set(given):
+        budget = {"epsilon", "noise_multiplier"} & {*given, *self.changed}
+        if (one.noise_free or self.experiment.problem is not None) and budget:
             raise InputError(f"the run {one.name!r} is without noise and can have no epsilon: leave it out")
         own: dict[str, Any] = {
             "seed": seed,
@@ -140,7 +151,7 @@ class _Study:
         }
         if self.config.model is not None:
             own["model"] = self.config.model
-        plan = made(TrainConfig, given, own)
+        plan = made(TrainConfig, given, self.changed, own)
         return replace(plan, data=_placed(plan.data, self.config.data_dir))
 
     def _splits(self, plan: TrainConfig) -> Splits:
@@ -182,6 +193,8 @@ class _Study:
 
     def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
         model, _, splits = network(plan, splits)
+        device = next(model.parameters()).device
+        splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
         method, steps = methods.parse(plan.method), _steps(plan, len(splits.train))
         every = plan.evaluate_every or -(-steps // MEASUREMENTS)
         keys = self._keys(plan, splits)
@@ -195,7 +208,7 @@ class _Study:
         iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
         final, curves = self._end(model, splits)
         if "window" in self.experiment.measures:
-            few = rows_of(splits.train, keys, next(model.parameters()).device)
+            few = rows_of(splits.train, keys, device)
             found, curves["window"] = measures.window(Here(Capture(model, loss_of(splits)), keys), few, iterates)
             final |= found
         return summary(rows, final), {"steps": rows, **curves}
@@ -243,6 +256,17 @@ def _descended(
     )
 
 
+def _setting(text: str) -> tuple[str, Any]:
+    """``chunk=2048`` as in TOML; what is no value there is a text: ``model=mlp(hidden=8)``."""
+    name, sign, value = (part.strip() for part in text.partition("="))
+    if not (name and sign and value):
+        raise InputError(f"expected a setting such as epochs=2, got {text!r}: write --set epochs=2 chunk=512")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
 def _placed(data: str, folder: str) -> str:
     """``cifar10?train=2000`` in the folder of data sets; DIR stands for that folder in a longer name."""
     name, mark, options = data.partition("?")
@@ -255,10 +279,9 @@ def _steps(plan: TrainConfig, samples: int) -> int:
     return plan.steps or max(1, round(positive("epochs", plan.epochs or 0) * samples / whole("batch", plan.batch)))
 
 
-def _values(
-    experiment: Experiment, results: list[Result], seeds: int, folder: Path, plots: tuple[Path, ...]
-) -> dict[str, Any]:
+def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path, ...]) -> dict[str, Any]:
     """Everything, as plain values."""
+    experiment = study.experiment
     measured = {result.name: result.values for result in results}
     claims = [{**asdict(claim), "holds": holds(claim.check, measured)} for claim in experiment.claims]
     return {
@@ -268,7 +291,8 @@ def _values(
         "scale": experiment.scale,
         "note": experiment.note,
         "seeds": seeds,
-        "folder": str(folder),
+        "set": study.changed,
+        "folder": str(study.folder),
         "plots": [str(plot) for plot in plots],
         "lines": [
             {**asdict(line), "measured": _finite(line.measured), "difference": line.difference}
@@ -299,21 +323,23 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def _text(experiment: Experiment, results: list[Result], values: Mapping[str, Any]) -> str:
+def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> str:
+    experiment = study.experiment
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("run", "quantity"):
-        table.add_column(name)
-    for name in ("measured", "paper", "difference"):
+    table.add_column("run")
+    table.add_column("quantity", no_wrap=True)
+    # of another data size or network than the paper's, a difference would say nothing
+    for name in ("measured", "paper", *(() if experiment.reduced else ("difference",))):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     for line in compared(experiment, results):
-        table.add_row(
-            Text("" if line.run == before else line.run),
-            line.quantity,
+        cells = [
             _with_spread(line.quantity, line.measured, line.measured_spread),
             _with_spread(line.quantity, line.paper, line.paper_spread),
             written(line.quantity, line.difference, signed=True),
-        )
+        ]
+        name = Text("" if line.run == before else line.run)
+        table.add_row(name, line.quantity, *cells[: 2 if experiment.reduced else 3])
         before = line.run
     for result in results:
         if result.refused:
@@ -326,17 +352,19 @@ def _text(experiment: Experiment, results: list[Result], values: Mapping[str, An
     if any(claim["holds"] is None for claim in values["claims"]):
         parts.append(Text("?: not measured at this scale, or left out by --only."))
     parts += [Text(f"{result.name} was refused: {result.refused}") for result in results if result.refused]
-    notes = " ".join(_notes(experiment, results))
+    notes = " ".join(_notes(study, results))
     parts += [Text(notes)] if notes else []
     if experiment.plot is not None and not can_plot():
         parts.append(Text("No plot: matplotlib is not installed; write pip install matplotlib."))
     return f"{rendered(*parts)}Written to {values['folder']}\n"
 
 
-def _notes(experiment: Experiment, results: list[Result]) -> list[str]:
+def _notes(study: _Study, results: list[Result]) -> list[str]:
     """What a reader must know about the numbers."""
+    experiment = study.experiment
     notes = [SMALL] if experiment.reduced else []
     notes += [experiment.note] if experiment.note else []
+    notes += [f"Set by --set: {', '.join(study.config.set)}."] if study.config.set else []
     free = [result.name for result in results if not result.private]
     if free and not experiment.weights:
         notes.append(f"{'Every run' if len(free) == len(results) else ', '.join(free)}: {NOT_PRIVATE}.")

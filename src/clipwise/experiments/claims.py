@@ -7,6 +7,7 @@ Gives: whether it holds, or None where a run or quantity that it names was not m
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,8 +42,8 @@ class _Missing(Exception):
 def holds(check: str, values: Values) -> bool | None:
     """Whether the claim holds: quantities subscripted by runs, numbers, + − * /, comparisons, ``and``, and functions.
 
-    ``min``, ``max`` and ``spread`` take quantities, or one whole quantity: ``min(accuracy['flat*'])`` is over all runs
-    whose names begin so.
+    ``min``, ``max`` and ``spread`` take quantities, or one of several runs: ``min(accuracy['flat*'])`` is over all runs
+    whose names fit the pattern.
     """
     try:
         tree = ast.parse(check, mode="eval").body
@@ -88,13 +89,13 @@ def _number(node: ast.expr, check: str, values: Values) -> float:
 
 
 def _all(node: ast.expr, check: str, values: Values) -> list[float]:
-    """The values of ``quantity['run']``, of several runs where it ends in *; or one number."""
+    """The values of ``quantity['run']``, of several runs where it is a pattern; or one number."""
     if not isinstance(node, ast.Subscript):
         return [_number(node, check, values)]
     if not (isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Constant)):
         raise _wrong(check)
     quantity, name = node.value.id, str(node.slice.value)
-    runs = [run for run in values if run == name or (name.endswith("*") and run.startswith(name[:-1]))]
+    runs = [run for run in values if run == name or fnmatch.fnmatchcase(run, name)]
     found: list[Any] = [values[run][quantity] for run in runs if quantity in values[run]]
     if not found or len(found) < len(runs):
         raise _Missing

@@ -15,7 +15,8 @@ from typing import Any
 from clipwise.experiments.experiment import Experiment
 from clipwise.experiments.results import Result
 
-SIZE = (5.0, 3.6)  # inches, of one panel
+SIZE = (5.6, 3.6)  # inches, of one panel
+BINS = 12  # of histograms
 
 
 def can_plot() -> bool:
@@ -24,7 +25,7 @@ def can_plot() -> bool:
 
 
 def plotted(experiment: Experiment, results: Sequence[Result], folder: Path) -> tuple[Path, ...]:
-    """Draw the figure and write it; tables have none, and neither has an experiment where matplotlib is missing."""
+    """Draw the figure and write it; none where there is none to draw, or matplotlib is missing."""
     if experiment.plot is None or not can_plot():
         return ()
     importlib.import_module("matplotlib").use("Agg")  # files only: there may be no screen
@@ -85,7 +86,8 @@ def _bars(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: 
             if paper is not None:
                 axis.plot([paper[0], paper[0]], [place - 0.4, place + 0.4], "k-", linewidth=2)
         axis.invert_yaxis()
-        axis.set_xlabel(f"{quantity} (black: paper)")
+        marks = "black: the paper's, at full scale" if experiment.reduced else "black: the paper's"
+        axis.set_xlabel(f"{quantity} ({marks})" if quantity in experiment.expected else quantity)
     return figure
 
 
@@ -96,10 +98,19 @@ def _errors(results: Sequence[Result], quantity: str) -> list[float] | None:
 def _histogram(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
     """A panel for each run with the values that its quantities took over the run."""
     figure, axes = _panels(pyplot, len(results))
+    took = {
+        result.name: {
+            quantity: [row[quantity] for row in result.curves.get(plot["curve"], []) if quantity in row]
+            for quantity in plot["y"]
+        }
+        for result in results
+    }
+    every = [value for of in took.values() for values in of.values() for value in values]
+    low, high = min(every, default=0.0), max(every, default=1.0)
+    edges = [low + (high - low) * i / BINS for i in range(BINS)] + [high]  # the same for all, so that bars compare
     for axis, result in zip(axes, results, strict=True):
-        for quantity in plot["y"]:
-            values = [row[quantity] for row in result.curves.get(plot["curve"], []) if quantity in row]
-            axis.hist(values, bins=20, alpha=0.5, label=quantity)
+        for quantity, values in took[result.name].items():
+            axis.hist(values, bins=edges, alpha=0.5, label=quantity)
         axis.set_title(result.name, fontsize=8)
         axis.set_ylabel("measurements")
         axis.legend(fontsize=7)
@@ -121,11 +132,14 @@ def _heatmap(pyplot: Any, experiment: Experiment, results: Sequence[Result], plo
         for run in own:
             i, j = rows.index(run.at[down]), columns.index(run.at[across])
             table[i][j] = values[run.name]
-            axis.text(j, i, f"{values[run.name]:.3g}", ha="center", va="center", fontsize=7)
+            dark = values[run.name] < (low + high) / 2
+            colour = "white" if dark else "black"
+            axis.text(j, i, f"{values[run.name]:.3g}", ha="center", va="center", fontsize=7, color=colour)
         axis.imshow(table, vmin=low, vmax=high, cmap="viridis", aspect="auto")
         axis.set_xticks(range(len(columns)), [str(c) for c in columns])
         axis.set_yticks(range(len(rows)), [str(r) for r in rows])
         axis.set_xlabel(across)
         axis.set_ylabel(down)
-        axis.set_title(group.split("{")[0].strip(), fontsize=8)
+        head = group.partition("{")[0]  # "DP-PSAC, r = " of "DP-PSAC, r = {r}, …"
+        axis.set_title(head.rpartition(",")[0] or head.strip(), fontsize=8)
     return figure
