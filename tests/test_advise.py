@@ -309,7 +309,6 @@ def test_the_page_says_method_reason_command_and_every_options_numbers() -> None
 
 
 def test_the_figures_are_also_written_for_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(advise, "plotted", plotted)
     advised("--noise-multiplier", "1")
     assert {path.name for path in Path("advice/plots").iterdir()} == {

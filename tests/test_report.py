@@ -434,7 +434,6 @@ def test_text_has_a_contrast_of_four_and_a_half_and_lines_of_three(theme: str) -
 
 
 def test_plots_are_written_as_pixels_and_vectors_with_the_same_names(compared: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     two = [compared / "1-flat", compared / "2-psac"]
     assert main(["report", *map(str, two), "--folder", str(tmp_path)]) == 0
     keys = {figure.key for figure in figures(read(two))}
@@ -484,15 +483,6 @@ def test_what_is_no_run_is_one_line(
     assert main(["report", *words]) == 2
     output = capsys.readouterr()
     assert output.out == "" and said in output.err and output.err.count("\n") == 1
-
-
-def test_without_matplotlib_the_report_says_what_plots_need(
-    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["report", str(compared / "1-flat"), "--folder", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("no plots: they need pip install matplotlib\n")
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json"}
 
 
 # TensorBoard

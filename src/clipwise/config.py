@@ -205,7 +205,9 @@ class BenchConfig(Output):
     threads: int | None = option("processor threads; torch's choice unless given", None, group="measuring")
     device: str = option("cpu or cuda, each with rows and columns of its own", "cpu", group="measuring")
     precisions: tuple[str, ...] = option("on CUDA: bf16, tf32, float32", ("bf16", "tf32"), group="measuring")
-    methods: tuple[str, ...] = option("methods to measure beside flat, such as psac or 'bam(flat())'", (), group="measuring")
+    methods: tuple[str, ...] = option(
+        "methods to measure beside flat, such as psac or 'bam(flat())'", (), group="measuring"
+    )
     profile: bool = option("name each row's slowest layers", False, group="measuring")
 
 

@@ -32,5 +32,5 @@ def run(config: ReportConfig) -> str:
     if config.json:
         places = {"report": str(page), "numbers": str(numbers), "plots": [str(plot) for plot in plots]}
         return json.dumps({**places, "runs": len(found), "answer": answer}, indent=2, ensure_ascii=False) + "\n"
-    drawn = f"plots for papers  {plots[0].parent}" if plots else "no plots: they need pip install matplotlib"
-    return f"{rendered(Text(' '.join(answer)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}\n"
+    drawn = f"plots for papers  {plots[0].parent}\n" if plots else ""  # a run that measured nothing has none
+    return f"{rendered(Text(' '.join(answer)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}"

@@ -32,7 +32,7 @@ from clipwise.experiments import Experiment, Planned, Result, averaged, compared
 from clipwise.experiments.experiment import only
 from clipwise.experiments.measures import Curve
 from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
-from clipwise.experiments.plot import can_plot, plotted
+from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import summary, written
 from clipwise.methods import Method
@@ -354,8 +354,6 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
     parts += [Text(f"{result.name} was refused: {result.refused}") for result in results if result.refused]
     notes = " ".join(_notes(study, results))
     parts += [Text(notes)] if notes else []
-    if experiment.plot is not None and not can_plot():
-        parts.append(Text("No plot: matplotlib is not installed; write pip install matplotlib."))
     return f"{rendered(*parts)}Written to {values['folder']}\n"
 
 

@@ -1,13 +1,11 @@
 """A figure of an experiment's results, as PNG and SVG.
 
 Receives: the experiment's plot (kind, x and y) and the results with their curves.
-Gives: the files' paths; none where matplotlib is not installed.
+Gives: the files' paths; none where the experiment has no plot.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,17 +17,14 @@ SIZE = (5.6, 3.6)  # inches, of one panel
 BINS = 12  # of histograms
 
 
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def plotted(experiment: Experiment, results: Sequence[Result], folder: Path) -> tuple[Path, ...]:
-    """Draw the figure and write it; none where there is none to draw, or matplotlib is missing."""
-    if experiment.plot is None or not can_plot():
+    """Draw the figure and write it; none where there is none to draw."""
+    if experiment.plot is None:
         return ()
-    importlib.import_module("matplotlib").use("Agg")  # files only: there may be no screen
-    pyplot = importlib.import_module("matplotlib.pyplot")
+    import matplotlib  # slow to import, and most commands draw nothing
+    from matplotlib import pyplot
+
+    matplotlib.use("Agg")  # files only: there may be no screen
 
     plot = {"curve": "steps", "x": "step", "y": list(experiment.shown), "diagonal": False, "log": [], **experiment.plot}
     drawn = {"lines": _lines, "bars": _bars, "histogram": _histogram, "heatmap": _heatmap}[plot["kind"]]

@@ -40,7 +40,7 @@ SMALL, WIDE, TALL = (210, 190), (420, 290), 440  # a panel of many, one alone, a
 
 
 def written(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> list[Path]:
-    """Write the page, the JSON and, where ``plots`` are asked for and matplotlib is installed, PNG and SVG files."""
+    """Write the page, the JSON and, where ``plots`` are asked for, PNG and SVG files."""
     shown = figures(runs)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,11 @@
 """The report's figures for papers: PNG and SVG files, drawn by matplotlib.
 
 Receives: Figure values and a folder.
-Gives: the files' paths; none where matplotlib is not installed.
+Gives: the files' paths.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,17 @@ PLAIN = "#9a9993"
 
 def plotted(figures: Sequence[Figure], folder: Path) -> list[Path]:
     """Draw every figure twice: pixels and vectors."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
-    importlib.import_module("matplotlib").use("Agg")  # files only: there may be no screen
-    pyplot = importlib.import_module("matplotlib.pyplot")
+    import matplotlib  # slow to import, and most commands draw nothing
+    from matplotlib import pyplot
+
+    matplotlib.use("Agg")  # files only: there may be no screen
     folder.mkdir(parents=True, exist_ok=True)
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    style: dict[Any, Any] = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.frameon": False,
+    }
     places = []
     with pyplot.rc_context({**style, "svg.fonttype": "none"}):  # text stays text
         for figure in figures:
@@ -85,7 +88,8 @@ def _axis(ax: Any, which: str, axis: Axis) -> None:
     getattr(ax, f"set_{which}label")(axis.label)
     getattr(ax, f"set_{which}lim")(axis.low, axis.high)
     if axis.percent:
-        ticker = importlib.import_module("matplotlib.ticker")
+        from matplotlib import ticker
+
         getattr(ax, f"{which}axis").set_major_formatter(ticker.PercentFormatter(1.0))
 
 
