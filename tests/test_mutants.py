@@ -86,9 +86,10 @@ def divisor_realised(patch: Patch) -> None:
     original = loop.Private.step
 
     def one(self: loop.Private, batch: loop.PoissonBatch) -> None:
-        expected, self.expected_batch = self.expected_batch, float(max(1, len(batch)))
+        expected = self.expected_batch
+        vars(self)["expected_batch"] = float(max(1, len(batch)))  # past the refusal
         original(self, batch)
-        self.expected_batch = expected
+        vars(self)["expected_batch"] = expected
 
     patch.setattr(loop.Private, "step", one)
 

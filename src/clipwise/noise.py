@@ -47,7 +47,7 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
         )
     gradient: Gradient = {}
     counts: Gradient = {}
-    deviation: dict[str, float] = {}
+    scales: dict[tuple[bool, str], float] = {}  # a parameter may have a count's name
     # one draw for everything outside CUDA, where a stream is fastest in long pieces
     sizes = [v.numel() for part in private.parts for v in part.value.values() if not v.is_cuda]
     normals = iter(stream.normal([sum(sizes)]).split(sizes))
@@ -55,12 +55,11 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
         scale = sigma * part.bound / math.sqrt(part.share)
         into = counts if part.is_count else gradient
         for name, value in part.value.items():
-            deviation[name] = scale
+            scales[part.is_count, name] = scale
             if not value.is_cuda:
                 into[name] = add_scaled(value, next(normals), scale)
     on_cuda = {(part.is_count, n): v for part in private.parts for n, v in part.value.items() if v.is_cuda}
-    scales = [deviation[name] for _, name in on_cuda]
-    noisy = stream.noisy_all(list(on_cuda.values()), scales) if on_cuda else []
+    noisy = stream.noisy_all(list(on_cuda.values()), [scales[place] for place in on_cuda]) if on_cuda else []
     for (is_count, name), value in zip(on_cuda, noisy, strict=True):
         (counts if is_count else gradient)[name] = value
-    return Released(gradient, counts, event, deviation)
+    return Released(gradient, counts, event, {name: scales[False, name] for name in gradient})

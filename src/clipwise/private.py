@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -26,13 +27,14 @@ from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
+from clipwise.data.views import draws
 from clipwise.engine import Here, Views
 from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.postprocess import Post, identity
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, written
-from clipwise.records.checks import refuse_modules, self_test
+from clipwise.records.checks import alone_as_together, modes, refuse_modules, restored, self_test
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.tape import mapped, tensors
@@ -54,6 +56,8 @@ from clipwise.types import (
     whole,
 )
 
+# what a run cannot change on its way
+FIXED = frozenset({"model", "optimizer", "data", "noise_multiplier", "sampling_rate", "expected_batch", "dice"})
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
@@ -98,8 +102,14 @@ class Private:
     """A model under private training: draws batches, makes steps, keeps the ledger.
 
     Guarantees: every step is recorded in the ledger before the optimizer sees its gradient; the sampling rate, the
-    noise multiplier and the number of steps are fixed at the start.
+    noise multiplier and how a method with private state is accounted are fixed at the start.
     """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what every step's noise and event are made of."""
+        if (name in FIXED and name in vars(self)) or (name == "ledger" and vars(self).get("_taken")):
+            raise Refused(f"{name} is fixed at the start, since one statement speaks for the run; make a new run")
+        super().__setattr__(name, value)
 
     def __init__(
         self,
@@ -122,11 +132,12 @@ class Private:
         post: Post,
         views: Views | None,
         public: Tensor | None,
+        earlier: Sequence[tuple[Event, int]],
     ) -> None:
         """Use ``make_private``, which checks and fills in what is missing."""
         self.model, self.optimizer, self.data = model, optimizer, data
-        self.method, self.ledger = method, ledger
-        self.steps, self.steps_taken = steps, 0
+        self._method, self.ledger = method, ledger
+        self.steps, self._taken = steps, 0
         self.delta, self.accountant = delta, accountant
         self.expected_batch = expected_batch
         self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
@@ -145,15 +156,37 @@ class Private:
         # What clipping cut off, or one momentum per sample. Private: never released, and not part of the checkpoint.
         self.hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
-        self._first, self._stepping = str(method), False
+        self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
+        self._first, self._stepping, self._earlier = str(method), False, earlier
+        self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
         _guard(optimizer, self)
+
+    @property
+    def method(self) -> Method:
+        """The method as it is at this step."""
+        return self._method
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        if dice_plan(method, self.expected_batch, len(self.data)) != self.dice or method.recall != self._method.recall:
+            raise Refused(
+                f"private state has one bound for a whole run: expected the method {self._method}, or one with the "
+                f"same, got {method}; make a new run with spent=private.ledger"
+            )
+        self._method = method
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps were made."""
+        return self._taken
 
     def batches(self) -> Iterator[PoissonBatch]:
         """The batches of all steps that are left; give each to ``step`` before asking for the next."""
         while self.steps_taken < self.steps:
             if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
                 stream = self._stream.at(self.steps_taken)
-                self._drawn = PoissonBatch(self.steps_taken, self._sampled(stream), stream)
+                self._indices = self._sampled(stream)
+                self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
             yield self._drawn
             if self._drawn is not None:
                 raise InputError("the last batch was not used; write private.step(batch) for every batch")
@@ -167,11 +200,12 @@ class Private:
             )
         parameters = trainable(self.model)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
-        self._refuse_gradients(parameters)
+        self.test_mode()
         method, feedback = self.method, self.method.feedback
-        residual = zeros(parameters) if feedback is not None else None
+        residual: Gradient | None = {} if feedback is not None else None
         remembered: list[Remembered] = []
         private, self.observed = private_sum(method, parameters, self._gradients(batch, remembered), residual)
+        self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
         following = self._recalled(remembered)
         event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
         if feedback is not None and residual is not None and self.dice is not None:
@@ -187,7 +221,8 @@ class Private:
         released = release(private, event, batch.stream)
         self.ledger.record(released.event)  # before anything uses what was released
         # At once: whatever fails below, no later step may draw from this one's group in the same block.
-        self.hidden, self.steps_taken = following, self.steps_taken + 1
+        self.hidden, self._taken = following, self._taken + 1
+        _TRAINED[self.model] = self.ledger
         # the expected number of units is a public constant; the realised one is not
         units = self.expected_batch / method.unit
         mean = {name: value / units for name, value in released.gradient.items()}
@@ -212,6 +247,8 @@ class Private:
             "noise_multiplier": self.noise_multiplier,
             "sampling_rate": self.sampling_rate,
             "generator": self._stream.name,
+            "method": self._first,
+            "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
 
     def refuse_other_steps(self) -> None:
@@ -258,7 +295,7 @@ class Private:
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
-        self.steps_taken, self.method, self.state = step, method, state
+        self._taken, self.method, self.state = step, method, state
         self._begun = step
         self.hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
@@ -266,19 +303,37 @@ class Private:
         """v_i chunk by chunk; units of several samples come whole."""
         method, size = self.method, max(1, self._chunk // self.method.rows)
         # one seed for the step: a sample's views and companions are its own, whatever the chunks
-        seed = int(batch.stream.uniform(1).item() * 2**53) if method.rows > 1 else 0
+        seed = int(batch.stream.uniform(1).item() * 2**53) if method.probe is not None else 0
         if method.unit == 1:
-            for piece in chunks(batch.indices, size):
-                gradients = method.gradients(self.engine(piece, seed), self.rows(piece))
+            for piece in chunks(self._indices, size):
+                gradients = self.probed(self.engine(piece, seed), self.rows(piece))
                 if method.recall is not None:
                     gradients = self._averaged(gradients, piece, method.recall, remembered)
                 yield self._noted(gradients)
             return
-        for padded, keep in units(batch.indices, round(self.expected_batch / method.unit), size, batch.stream):
-            samples = method.gradients(self.engine(padded.flatten(), seed), self.rows(padded.flatten()))
+        for padded, keep in units(self._indices, round(self.expected_batch / method.unit), size, batch.stream):
+            samples = self.probed(self.engine(padded.flatten(), seed), self.rows(padded.flatten()))
             keep = keep.flatten().to(next(iter(samples.like.values())).device)
             # the group's expected size, a public constant, in the place of its own
             yield self._noted((1 / method.unit) * samples.masked(keep).merged(padded.shape[1]))
+
+    def probed(self, engine: Here, rows: Batch) -> SampleGradients:
+        """The method's v_i for the engine's samples, one for each."""
+        found = self.method.gradients(engine, rows)
+        if found.samples != len(engine.keys):
+            raise Refused(
+                f"expected one gradient per sample, got {found.samples} for {len(engine.keys)} samples: a sample in "
+                "several has that many times the sensitivity; let the method's probe give one for each row"
+            )
+        return found
+
+    def test_mode(self) -> None:
+        """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
+        mode = modes(self.model)
+        if self._self_tested and mode not in self._tested:
+            with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
+                _self_test(self, self._plain.loss)
+            self._tested.add(mode)
 
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
@@ -316,7 +371,7 @@ class Private:
             seed,
             state.past,
             state.released,
-            own_views=self._views,
+            own_views=None if self._views is None else _one_by_one(self._views, samples, seed),
             public=self._public,
             fast=self._fast,
         )
@@ -366,6 +421,10 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
     _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())
 
 
+# model → the ledger of the last private run that trained it
+_TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
+
+
 def make_private(
     model: nn.Module,
     optimizer: Optimizer,
@@ -401,6 +460,7 @@ def make_private(
     ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
     are what self_augmentation(augment="own") and batch_clipping ask for. ``spent`` holds what was released from these
     data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded.
+    ``views`` is called for one row at a time, with that row's own generator, so that it cannot mix samples.
     """
     if isinstance(loss, nn.Module) or not callable(loss):
         raise InputError(
@@ -441,6 +501,12 @@ def make_private(
     chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
     _check_optimizer(optimizer, parameters)
     earlier = [] if spent is None else spent.entries
+    if spent is None and _TRAINED.get(model, ledger) is not ledger:
+        warnings.warn(
+            "this model was trained by a private run before, and the statement of this one will not count it: if its "
+            "data were the same, write spent=that run's ledger",
+            stacklevel=2,
+        )
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     sigma = (
         positive("noise_multiplier", noise_multiplier)
@@ -468,11 +534,11 @@ def make_private(
         post=postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post,
         views=views,
         public=public,
+        earlier=earlier,
     )
-    if private.ledger.releases == 0:  # the ledger of a resumed run holds them
+    if spent is not ledger:
         private.ledger.extend(earlier)
-    if self_test:
-        _self_test(private, loss)
+    private.test_mode()
     if chunk == "auto" or (chunk is None and not compile):
         private.fit_chunk()
     return private
@@ -483,6 +549,9 @@ def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan |
     feedback = method.feedback
     if feedback is None:
         return None
+    others = method.split or method.count or method.after or method.recall or method.unit > 1
+    if others or (feedback.normalised and feedback.memory == "bounded"):
+        raise Refused(f"there is no privacy proof for such a feedback, got {method}: write what clipwise.dice accepts")
     groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
     rate = expected_batch / samples
     return DicePlan(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
@@ -536,6 +605,34 @@ def _seed(noise: str | int) -> int:
     return noise
 
 
+def _row(place: int, rows: Tensor) -> Tensor:
+    return rows[place : place + 1] if rows.dim() else rows
+
+
+def _one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
+    """The user's function given one row at a time, with a generator for that row alone.
+
+    It sees no other row, so it cannot mix them; and whoever else was drawn, a sample's views stay its own.
+    """
+
+    def each(rows: Batch, count: int, generator: torch.Generator) -> Batch:
+        if not batch_size(rows):
+            return rows
+        keys = draws(samples, batch_size(rows) // len(samples), seed).flatten().tolist()  # a row may be itself a view
+        made = []
+        for i, key in enumerate(keys):
+            row = mapped(rows, partial(_row, i))
+            made.append(views(row, count, generator.manual_seed(key)))
+            if batch_size(made[-1]) != count:
+                raise InputError(f"views must give the {count} views of a row, got {batch_size(made[-1])} rows")
+        columns = (
+            torch.cat(column) if column[0].dim() else column[0] for column in zip(*map(tensors, made), strict=True)
+        )
+        return mapped(made[0], lambda t: next(columns))
+
+    return each
+
+
 def _self_test(private: Private, loss: Loss) -> None:
     """The self-test, on the rows that the method gives the model: with views or public companions, say."""
     # far apart: neighbours may be alike, and then changing one into another would change nothing
@@ -546,8 +643,18 @@ def _self_test(private: Private, loss: Loss) -> None:
         seen.append(rows)
         return per_sample(private.model, loss, rows)
 
-    private.method.gradients(replace(private.engine(few, 0), fast=look), private.rows(few))
+    rows, again = private.rows(few), private.rows(few)
+    private.probed(replace(private.engine(few, 0), fast=look), rows)
     self_test(private.model, loss, seen[0])
+    # where reading draws at random (a transform, say), a sample read alone would be another
+    steady = all(map(torch.equal, tensors(rows), tensors(again)))
+
+    def probed(places: Tensor) -> SampleGradients:
+        samples = few[places]
+        own = private.rows(samples) if steady else mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)
+        return private.probed(replace(private.engine(samples, 0), fast=None), own)
+
+    alone_as_together(private.model, probed, len(few))
 
 
 def _refuse_ranks(model: nn.Module) -> None:

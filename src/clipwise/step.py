@@ -127,5 +127,8 @@ def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:
     columns = []
     for block, norm in zip(blocks, norms.unbind(1), strict=True):
         most, weight = block.bound / (norm + LOST), block.weigh(norm)
-        columns.append(torch.where((norm > 0) & weight.isfinite(), weight.clamp(-most, most), 0.0))
+        weight = weight.clamp(-most, most)
+        # a number too small for a normal one is rounded by any part of itself, upwards too
+        exact = weight.isfinite() & (weight.abs() >= 2 * torch.finfo(weight.dtype).tiny)
+        columns.append(torch.where((norm > 0) & exact, weight, 0.0))
     return torch.stack(columns, 1) / (1 + (GPU_MARGIN if norms.is_cuda else MARGIN))

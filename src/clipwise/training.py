@@ -91,16 +91,14 @@ def train(
     chosen = _optimizer(model, optimizer)
     plan = _scheduler(chosen, scheduler)
     place = None
-    ledger = Ledger()
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
         if wanted and folder is None:
             raise InputError(f"{name} needs the folder of the run; write folder=…")
     if folder is not None and resume:
         place = RunFolder(folder, resume=True)
-        ledger = place.ledger()
     if tensorboard:
         writer()  # it must be installed
-    private = make_private(model, chosen, data, loss=loss, ledger=ledger, **privacy)
+    private = make_private(model, chosen, data, loss=loss, ledger=Ledger(), **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and private.method.companions:
         raise InputError(f"a monitor has no public companions for its rows, and {private.method.name} needs them")
@@ -110,6 +108,8 @@ def train(
         private.ledger.extend(earlier)
         if settings is not None:
             place.write(SETTINGS, settings)
+    elif place is not None:
+        private.ledger = place.ledger()  # what was spent before is in it
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
     loop = _Loop(private, chosen, plan, ema, place, evaluate, monitor, board)
@@ -208,6 +208,7 @@ class _Loop:
         state = {
             "step": self.private.steps_taken,
             "plan": self.private.plan,
+            "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "method": str(self.private.method),
             "model": self.private.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -227,10 +228,10 @@ class _Loop:
         for name, was in state["plan"].items():
             if self.private.plan[name] != was:
                 raise InputError(f"{name} must be the {was} that the run began with, got {self.private.plan[name]}")
-        if self.private.ledger.releases < state["step"]:
+        if self.private.ledger.releases < state["releases"]:
             raise Refused(
                 f"the ledger in {self.folder.path} holds {self.private.ledger.releases} releases, expected at least "
-                f"the {state['step']} steps of the checkpoint: ε would be too small; restore the ledger's file"
+                f"the {state['releases']} before the checkpoint: ε would be too small; restore the ledger's file"
             )
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
         self.private.resumed(state["step"], methods.parse(state["method"]), PublicState(**state["public"]), hidden)

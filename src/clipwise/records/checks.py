@@ -6,7 +6,7 @@ Gives: nothing, or an error that names the module and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,11 @@ from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, InputError, Refused
 
 AGREES, HALF_AGREES = 1e-3, 5e-2  # how far norms and sums may be from the oracle's, of their size
+MODEL_MIXES = "the model may use the batch size or mix samples; check with clipwise.oracle.per_sample"
+READING_MIXES = (
+    "whatever reads the samples (collate, a data set's rows) or takes their gradients (the method's probe) may mix "
+    "them; make a sample's row and gradient of that sample alone"
+)
 
 
 def refuse_modules(model: nn.Module) -> None:
@@ -56,7 +61,7 @@ def self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
 def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if batch_size(batch) == 1:
         batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
-    with _restored(model):
+    with restored(model):
         gradients = Capture(model, loss)(batch)
         if gradients.unused:
             raise InputError(
@@ -65,50 +70,77 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
             )
         _independent(model, loss, batch)
     _unremembered(model, loss, batch)
-    with _restored(model):
+    with restored(model):
         model.eval()  # with dropout a batch and its samples one by one are different draws
         fast, slow = Capture(model, loss)(batch), oracle.per_sample(model, loss, batch)
         tolerance = HALF_AGREES if _in_half(fast) else AGREES
-        _agree("norms", fast.norms(), slow.norms(), tolerance)
+        _agree("norms", fast.norms(), slow.norms(), tolerance, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
-        first, second = (g.weighted_sum(weights) for g in (fast, slow))
-        one, other = (torch.cat([s[name].flatten() for name in fast.names]) for s in (first, second))
-        _agree("sums", one, other, tolerance)
+        _agree("sums", _joint(fast, weights), _joint(slow, weights), tolerance, MODEL_MIXES)
 
 
-def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float) -> None:
+def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
+    """Refuse a method or data in which a sample's gradient depends on who else was read with it.
+
+    ``gradients(places)`` of all of so many samples together must be those of each alone. The model is left as it was.
+    Edge cases: dropout is off, since its draws follow a row's place.
+    """
+    with restored(model), _exact_products():
+        model.eval()
+        places = torch.arange(samples)
+        together, each = gradients(places), [gradients(place) for place in places.split(1)]
+        weights = torch.linspace(0.5, 1.5, samples, device=together.norms().device)
+        tolerance = HALF_AGREES if _in_half(together) else AGREES
+        _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), tolerance, READING_MIXES)
+        parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
+        _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), tolerance, READING_MIXES)
+
+
+def modes(model: nn.Module) -> tuple[tuple[type, bool], ...]:
+    """Which modules there are, and which are in training mode: in another mode a model may be another function."""
+    return tuple((type(module), module.training) for module in model.modules())
+
+
+def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
+    summed = gradients.weighted_sum(weights)
+    return torch.cat([summed[name].flatten() for name in gradients.names])
+
+
+def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> None:
     finite = slow.isfinite()
     error = torch.linalg.vector_norm((fast.double() - slow.double())[finite])
     scale = torch.linalg.vector_norm(slow.double()[finite])
     if not bool(error <= tolerance * scale + 1e-12):
         raise Refused(
             f"the self-test failed: per-sample {what} differ from those computed one sample at a time by "
-            f"{float(error / scale):.1e} of their size, expected at most {tolerance:.0e}; the model may use the batch "
-            "size or mix samples; check with clipwise.oracle.per_sample"
+            f"{float(error / scale):.1e} of their size, expected at most {tolerance:.0e}; {why}"
         )
 
 
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
-    """Give the last sample another one's values: no other sample's loss may move."""
-    changed = mapped(batch, _last_changed)
-    before, after = (_losses(model, loss, b) for b in (batch, changed))
-    if not torch.allclose(before[:-1], after[:-1], rtol=1e-4, atol=1e-6, equal_nan=True):
-        raise Refused(
-            f"{_culprit(model, loss, batch, changed)} mixes the samples of a batch: changing one sample changed "
-            "another's loss; replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
-        )
+    """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
+    last, first = mapped(batch, _last_changed), mapped(batch, _first_changed)
+    # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
+    before, *after = (_losses(model, loss, b) for b in (batch, last, first, batch))
+    for changed, losses, same in zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True):
+        if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise Refused(
+                f"{_culprit(model, loss, batch, changed, same)} mixes the samples of a batch: changing one sample "
+                "changed another's loss; replace it by a module that treats samples one by one (nn.GroupNorm, "
+                "nn.LayerNorm)"
+            )
 
 
 def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
-    """Buffers and parameters after two different batches: what differs holds private data without noise."""
+    """Buffers and parameters after different batches: what differs holds private data without noise."""
     kept: list[dict[str, Tensor]] = []
-    for data in (batch, mapped(batch, _last_changed)):
-        with _restored(model), torch.no_grad():
+    for data in (batch, mapped(batch, _last_changed), mapped(batch, _first_changed)):
+        with restored(model), torch.no_grad():
             torch.manual_seed(0)
             loss(model, data)
             kept.append({name: value.clone() for name, value in _held(model).items()})
     for name, value in kept[0].items():
-        if not torch.equal(value, kept[1][name]):
+        if not all(torch.equal(value, other[name]) for other in kept[1:]):
             kind = "buffer" if name in dict(model.named_buffers()) else "parameter"
             raise Refused(
                 f"the {kind} {name} is computed from the batch, so it would keep private data without noise; "
@@ -122,23 +154,32 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _last_changed(rows: Tensor) -> Tensor:
+    return _changed(rows, -1, 0)
+
+
+def _first_changed(rows: Tensor) -> Tensor:
+    return _changed(rows, 0, -1)
+
+
+def _changed(rows: Tensor, place: int, by: int) -> Tensor:
+    """The rows with one of them replaced by another."""
     if not rows.dim():
         return rows
     other = rows.clone()
-    other[-1] = rows[0]
+    other[place] = rows[by]
     if rows.is_floating_point():
-        other[-1] += 1
+        other[place] += 1
     return other
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
     # buffers too: a spectral norm takes one step of its iteration in every forward pass
-    with _restored(model), torch.no_grad():
+    with restored(model), torch.no_grad():
         torch.manual_seed(0)
         return loss(model, batch).detach()
 
 
-def _culprit(model: nn.Module, loss: Loss, batch: Batch, changed: Batch) -> str:
+def _culprit(model: nn.Module, loss: Loss, batch: Batch, changed: Batch, same: slice) -> str:
     """The first module, innermost first, whose output for the unchanged samples moved."""
     rows = batch_size(batch)
     seen: list[list[tuple[str, Tensor]]] = [[], []]
@@ -161,7 +202,7 @@ def _culprit(model: nn.Module, loss: Loss, batch: Batch, changed: Batch) -> str:
             for handle in handles:
                 handle.remove()
     for (name, first), (_, second) in zip(*seen, strict=False):
-        if not torch.allclose(first[:-1], second[:-1], rtol=1e-4, atol=1e-6, equal_nan=True):
+        if not torch.allclose(first[same], second[same], rtol=1e-4, atol=1e-6, equal_nan=True):
             return name
     return "the loss"
 
@@ -185,7 +226,7 @@ def _exact_products() -> Iterator[None]:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Training flags, buffers, parameters and random generators as they were."""
     flags = [(module, module.training) for module in model.modules()]
     kept = {name: value.detach().clone() for name, value in _held(model).items()}
