@@ -331,3 +331,13 @@ def test_numbers_to_guess_and_tokens_have_a_random_proxy_too(task: str) -> None:
     assert main(["advise", *words, *PLAN[2:], "--samples", "32", "--noise-multiplier", "1", "--folder", "advice"]) == 0
     found = json.loads(Path("advice/advice.json").read_text())
     assert found["measured_on"].startswith("32 samples of random inputs") and found["options"][0]["alignment"] > 0
+
+
+def test_a_second_advice_carries_what_the_first_spent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", "--data", "digits", "--epsilon", "3", "--delta", "1e-4", "--noise-seed", "0", "--json"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*words, "--spend", "0.2", "--folder", str(first)]) == 0
+    assert main([*words, "--spend", "0.3", "--spent", str(first), "--folder", str(second)]) == 0
+    capsys.readouterr()
+    before, after = (Ledger(folder / "ledger.jsonl").entries for folder in (first, second))
+    assert after[0] == before[0] and len(after) == 2

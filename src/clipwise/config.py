@@ -176,6 +176,9 @@ class AdviseConfig(Output):
         None,
         group="privacy",
     )
+    spent: str | None = option(
+        "folder of an earlier use of the same data: its releases count towards epsilon", None, group="privacy"
+    )
     epsilon: float | None = option("of the planned run; 3 unless given", None, group="privacy")
     noise_multiplier: float | None = option("of the planned run, instead of epsilon", None, group="privacy")
     delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")

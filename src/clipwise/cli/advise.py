@@ -28,7 +28,17 @@ from torch import Tensor, nn
 from clipwise import accounting, methods
 from clipwise.accounting import Ledger, spent
 from clipwise.accounting.calibration import least_noise
-from clipwise.cli.runs import _steps, loss_of, network, new_folder, resolved, short, splits_for, use_threads
+from clipwise.cli.runs import (
+    _steps,
+    loss_of,
+    network,
+    new_folder,
+    resolved,
+    short,
+    spent_before,
+    splits_for,
+    use_threads,
+)
 from clipwise.cli.screen import rendered
 from clipwise.config import AdviseConfig, TrainConfig, flag
 from clipwise.data import Arrays, Splits
@@ -278,6 +288,8 @@ def _from_norms(
             f"--spend must be less than the ε of the planned run, {plan.epsilon:g}, got {spend:g}: write --spend "
             f"{plan.epsilon / 10:g}"
         )
+    earlier = spent_before(plan.spent)
+    before = [] if earlier is None else earlier.entries
     sigma = least_noise(lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant)
     event = Gaussian(sigma, WHAT)
     model, _, _ = network(plan, splits)  # its weights are drawn from a seed: they know nothing of the data
@@ -287,14 +299,16 @@ def _from_norms(
     released = release(PrivateSum((Part({"counts": counts}, 1.0, 1.0),)), event, stream)
     folder.mkdir(parents=True, exist_ok=True)
     with Ledger(folder / LEDGER) as ledger:
+        ledger.extend(before)  # so that --spent need name this folder only
         ledger.record(released.event, sync=True)  # before anything uses what was released
-        cost = ledger.epsilon(plan.delta, plan.accountant)
     noisy = released.gradient["counts"].clamp(min=0.0)
     clip = median(noisy)
     method = str(methods.flat(clip_norm=clip))
     planned = None if plan.noise_multiplier is None else PoissonGaussian(plan.noise_multiplier, rate)
     # the command counts this release towards the planned ε, where that is how the run was planned
-    both = plan.epsilon if planned is None else spent([(event, 1), (planned, steps)], plan.delta, plan.accountant)
+    both = (
+        plan.epsilon if planned is None else spent([*before, (event, 1), (planned, steps)], plan.delta, plan.accountant)
+    )
     advice = Advice(
         method=method,
         clip_norm=clip,
@@ -305,7 +319,7 @@ def _from_norms(
         ),
         measured_on=f"all {len(splits.train)} private samples, through noise",
         command=_command(replace(plan, spent=str(folder)), method, clip),
-        epsilon_spent=cost,
+        epsilon_spent=spent([(event, 1)], plan.delta, plan.accountant),
         epsilon_with_run=both,
     )
     return advice, [_histogram(EDGES, noisy[1:-1].tolist(), clip)]

@@ -236,7 +236,7 @@ def run_one(
                 chunk=config.chunk,
                 noise="secure" if config.noise_seed is None else config.noise_seed,
                 accountant=config.accountant,
-                spent=_spent(config.spent),
+                spent=spent_before(config.spent),
                 self_test=config.self_test,
                 compile=config.compile,
                 post=config.post,
@@ -255,7 +255,8 @@ def run_one(
     return finished
 
 
-def _spent(folder: str | None) -> Ledger | None:
+def spent_before(folder: str | None) -> Ledger | None:
+    """What an earlier use of the same data released."""
     if folder is None:
         return None
     place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
