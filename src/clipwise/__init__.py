@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from clipwise.methods import self_augmentation as self_augmentation
     from clipwise.private import Private as Private
     from clipwise.private import cross_entropy as cross_entropy
-    from clipwise.private import make_private as make_private
     from clipwise.randomness import SecureStream as SecureStream
     from clipwise.randomness import SeededStream as SeededStream
     from clipwise.records import SampleGradients as SampleGradients
     from clipwise.records import oracle as oracle
     from clipwise.records import per_sample as per_sample
+    from clipwise.start import make_private as make_private
     from clipwise.training import Run as Run
     from clipwise.training import train as train
     from clipwise.types import InputError as InputError
@@ -77,7 +77,8 @@ _HOME = {
     ),
     "accounting": ("Ledger", "calibrate", "epsilon"),
     "diagnostics": ("Monitor", "clipping_bias", "measure"),
-    "private": ("Private", "cross_entropy", "make_private"),
+    "private": ("Private", "cross_entropy"),
+    "start": ("make_private",),
     "training": ("Run", "train"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

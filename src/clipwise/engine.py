@@ -1,7 +1,8 @@
 """The engine that a method's probe sees: gradients of a chunk's samples, at the points that it asks for.
 
 Receives: a capture (model and loss), what is public (earlier iterates, the last release, public inputs), and a seed.
-Gives: Here, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine elsewhere.
+Gives: Here, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine elsewhere;
+one_by_one, for a user's own views.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -97,3 +99,31 @@ class Here:
     def _keys(self, rows: int) -> Tensor:
         """A key for each row, also where rows are several views of each sample."""
         return self.keys if len(self.keys) == rows else self.keys.repeat_interleave(rows // len(self.keys))
+
+
+def _row(place: int, rows: Tensor) -> Tensor:
+    return rows[place : place + 1] if rows.dim() else rows
+
+
+def one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
+    """The user's function given one row at a time, with a generator for that row alone.
+
+    It sees no other row, so it cannot mix them; and whoever else was drawn, a sample's views stay its own.
+    """
+
+    def each(rows: Batch, count: int, generator: torch.Generator) -> Batch:
+        if not batch_size(rows):
+            return rows
+        keys = draws(samples, batch_size(rows) // len(samples), seed).flatten().tolist()  # a row may be itself a view
+        made = []
+        for i, key in enumerate(keys):
+            row = mapped(rows, partial(_row, i))
+            made.append(views(row, count, generator.manual_seed(key)))
+            if batch_size(made[-1]) != count:
+                raise InputError(f"views must give the {count} views of a row, got {batch_size(made[-1])} rows")
+        columns = (
+            torch.cat(column) if column[0].dim() else column[0] for column in zip(*map(tensors, made), strict=True)
+        )
+        return mapped(made[0], lambda t: next(columns))
+
+    return each

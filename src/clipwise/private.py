@@ -1,18 +1,15 @@
 """A model under private training, for a loop of your own: sampling → step → release → ledger → optimizer.
 
 Receives: a model, a loss that gives one value per sample, data, a method and a privacy budget.
-Gives: ``make_private``, which checks everything and gives Private: its batches, its steps, its ε.
+Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` checks everything and makes one.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,19 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from clipwise import methods, postprocess
-from clipwise.accounting import Ledger, calibrate
-from clipwise.accounting import spent as spent_on
-from clipwise.accounting.calibration import least_noise
+from clipwise.accounting import Ledger
 from clipwise.accounting.dice import Plan as DicePlan
-from clipwise.accounting.events import ACCOUNTANTS
-from clipwise.data import RowDataset, as_dataset
-from clipwise.data.views import draws
-from clipwise.engine import Here, Views
+from clipwise.data import RowDataset
+from clipwise.engine import Here, Views, one_by_one
 from clipwise.methods import Method
 from clipwise.noise import release
-from clipwise.postprocess import Post, identity
-from clipwise.randomness import SecureStream, SeededStream, Stream
+from clipwise.postprocess import Post
+from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, written
 from clipwise.records.checks import alone_as_together, modes, refuse_modules, restored, self_test
 from clipwise.records.compiled import CompiledCapture
@@ -50,15 +42,10 @@ from clipwise.types import (
     PoissonGaussian,
     PrivateSum,
     Refused,
-    fraction,
-    one_of,
-    positive,
-    whole,
 )
 
 # what a run cannot change on its way
 FIXED = frozenset({"model", "optimizer", "data", "noise_multiplier", "sampling_rate", "expected_batch", "dice"})
-CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -222,7 +209,7 @@ class Private:
         self.ledger.record(released.event)  # before anything uses what was released
         # At once: whatever fails below, no later step may draw from this one's group in the same block.
         self.hidden, self._taken = following, self._taken + 1
-        _TRAINED[self.model] = self.ledger
+        TRAINED[self.model] = self.ledger
         # the expected number of units is a public constant; the realised one is not
         units = self.expected_batch / method.unit
         mean = {name: value / units for name, value in released.gradient.items()}
@@ -371,7 +358,7 @@ class Private:
             seed,
             state.past,
             state.released,
-            own_views=None if self._views is None else _one_by_one(self._views, samples, seed),
+            own_views=None if self._views is None else one_by_one(self._views, samples, seed),
             public=self._public,
             fast=self._fast,
         )
@@ -422,126 +409,7 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
 
 
 # model → the ledger of the last private run that trained it
-_TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
-
-
-def make_private(
-    model: nn.Module,
-    optimizer: Optimizer,
-    data: Any,
-    *,
-    loss: Loss = cross_entropy,
-    method: Method | str | None = None,
-    epsilon: float | None = None,
-    delta: float = 1e-5,
-    noise_multiplier: float | None = None,
-    epochs: float | None = None,
-    steps: int | None = None,
-    batch: int = 256,
-    chunk: int | Literal["auto"] | None = None,
-    noise: str | int = "secure",
-    accountant: str = "pld",
-    self_test: bool = True,
-    compile: bool = False,
-    post: Post | str | None = None,
-    views: Views | None = None,
-    public: Tensor | None = None,
-    collate: Callable[[list[Any]], Batch] | None = None,
-    spent: Ledger | None = None,
-    ledger: Ledger | None = None,
-) -> Private:
-    """Private training for a loop of your own.
-
-    Say how private by ``epsilon`` and ``delta`` (the noise is calibrated) or by ``noise_multiplier``; how long by
-    ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time:
-    as many as fit the memory of a GPU, 256 on a processor, unless given. ``noise="secure"`` draws from the operating
-    system's entropy; a seed is for tests, and the statement names it.
-    ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
-    ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
-    are what self_augmentation(augment="own") and batch_clipping ask for. ``spent`` holds what was released from these
-    data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded.
-    ``views`` is called for one row at a time, with that row's own generator, so that it cannot mix samples.
-    """
-    if isinstance(loss, nn.Module) or not callable(loss):
-        raise InputError(
-            f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
-            "for instance clipwise.cross_entropy"
-        )
-    dataset = as_dataset(data, collate)
-    rows = len(dataset)
-    if whole("batch", batch) > rows:
-        raise InputError(
-            f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
-        )
-    rate = batch / rows
-    if fraction("delta", delta, open_end=True) >= 1 / rows:
-        warnings.warn(
-            f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
-            stacklevel=2,
-        )
-    if (epochs is None) == (steps is None):
-        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
-    count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
-    if (epsilon is None) == (noise_multiplier is None):
-        raise InputError(
-            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
-        )
-    chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
-    if not isinstance(chosen, Method):
-        raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
-    if chosen.companions and public is None:
-        raise InputError(f"{chosen.name} needs public inputs, got none; write public=a tensor of them")
-    if chosen.recall is not None and batch < rows:
-        raise InputError(
-            f"{chosen.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
-            f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
-        )
-    one_of("accountant", accountant, ACCOUNTANTS)
-    parameters = trainable(model)
-    chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
-    _check_optimizer(optimizer, parameters)
-    earlier = [] if spent is None else spent.entries
-    if spent is None and _TRAINED.get(model, ledger) is not ledger:
-        warnings.warn(
-            "this model was trained by a private run before, and the statement of this one will not count it: if its "
-            "data were the same, write spent=that run's ledger",
-            stacklevel=2,
-        )
-    stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
-    sigma = (
-        positive("noise_multiplier", noise_multiplier)
-        if noise_multiplier is not None
-        else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant, earlier)
-    )
-    refuse_modules(model)
-    _refuse_ranks(model)
-    private = Private(
-        model,
-        optimizer,
-        dataset,
-        loss=loss,
-        method=chosen,
-        noise_multiplier=sigma,
-        delta=delta,
-        steps=count,
-        expected_batch=float(batch),
-        chunk=_chunk(chunk, batch, rows, compile),
-        stream=stream,
-        ledger=Ledger() if ledger is None else ledger,
-        accountant=accountant,
-        self_tested=self_test,
-        compile=compile,
-        post=postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post,
-        views=views,
-        public=public,
-        earlier=earlier,
-    )
-    if spent is not ledger:
-        private.ledger.extend(earlier)
-    private.test_mode()
-    if chunk == "auto" or (chunk is None and not compile):
-        private.fit_chunk()
-    return private
+TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
 
 
 def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan | None:
@@ -555,82 +423,6 @@ def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan |
     groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
     rate = expected_batch / samples
     return DicePlan(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
-
-
-PRIVACY = frozenset(inspect.signature(make_private).parameters)  # what ``train`` hands on
-
-
-def _calibrated(
-    plan: DicePlan | None,
-    epsilon: float,
-    delta: float,
-    rate: float,
-    steps: int,
-    accountant: str,
-    earlier: list[tuple[Event, int]],
-) -> float:
-    if plan is None and not earlier:
-        return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
-
-    def entries(noise: float) -> list[tuple[Event, int]]:
-        own = [(PoissonGaussian(noise, rate), steps)] if plan is None else plan.entries(noise, steps)
-        return [*earlier, *own]
-
-    if earlier and spent_on(earlier, delta, accountant) >= epsilon:
-        raise InputError(
-            f"epsilon={epsilon:g} is spent: what was released before costs {spent_on(earlier, delta, accountant):.3g}; "
-            "write a larger epsilon"
-        )
-    return least_noise(entries, epsilon, delta, accountant)
-
-
-def _either(one: float | None) -> str:
-    return "one of" if one is None else "only one of"
-
-
-def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int:
-    """How many rows go through the model at a time; a compiled chunk holds nearly every Poisson batch whole."""
-    if isinstance(chunk, int):
-        return whole("chunk", chunk)
-    if chunk not in (None, "auto"):
-        raise InputError(f"chunk must be a whole number or 'auto', got {chunk!r}")
-    if compile and chunk == "auto":
-        raise InputError("expected chunk as a number with compile=True, since its graphs are of one size, got 'auto'")
-    return min(rows, math.ceil(batch + 4 * math.sqrt(batch))) if compile else CHUNK
-
-
-def _seed(noise: str | int) -> int:
-    if isinstance(noise, bool) or not isinstance(noise, int):
-        raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
-    return noise
-
-
-def _row(place: int, rows: Tensor) -> Tensor:
-    return rows[place : place + 1] if rows.dim() else rows
-
-
-def _one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
-    """The user's function given one row at a time, with a generator for that row alone.
-
-    It sees no other row, so it cannot mix them; and whoever else was drawn, a sample's views stay its own.
-    """
-
-    def each(rows: Batch, count: int, generator: torch.Generator) -> Batch:
-        if not batch_size(rows):
-            return rows
-        keys = draws(samples, batch_size(rows) // len(samples), seed).flatten().tolist()  # a row may be itself a view
-        made = []
-        for i, key in enumerate(keys):
-            row = mapped(rows, partial(_row, i))
-            made.append(views(row, count, generator.manual_seed(key)))
-            if batch_size(made[-1]) != count:
-                raise InputError(f"views must give the {count} views of a row, got {batch_size(made[-1])} rows")
-        columns = (
-            torch.cat(column) if column[0].dim() else column[0] for column in zip(*map(tensors, made), strict=True)
-        )
-        return mapped(made[0], lambda t: next(columns))
-
-    return each
 
 
 def _self_test(private: Private, loss: Loss) -> None:
@@ -655,30 +447,3 @@ def _self_test(private: Private, loss: Loss) -> None:
         return private.probed(replace(private.engine(samples, 0), fast=None), own)
 
     alone_as_together(private.model, probed, len(few))
-
-
-def _refuse_ranks(model: nn.Module) -> None:
-    """Refuse several processes: each would draw noise of its own, and a ledger would count its own releases alone."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    ranks = torch.distributed.get_world_size() if distributed else 1
-    if ranks > 1:
-        raise Refused(
-            f"a private run is one process, got one of {ranks} ranks: noise drawn once per rank, or twice the same, is "
-            "not the noise that ε is computed from; train in one process, without torch.distributed"
-        )
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise Refused(
-            f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    if not parameters:
-        raise InputError("the model has no trainable parameter; write requires_grad_(True) on what is to be trained")
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [name for name, p in parameters.items() if id(p) not in held]
-    if missing:
-        raise InputError(
-            f"the optimizer does not hold the trainable parameter {missing[0]}, so it would never move; "
-            "write optimizer = Optimizer(model.parameters(), …), or freeze it with requires_grad_(False)"
-        )

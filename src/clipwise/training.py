@@ -21,11 +21,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from clipwise import methods
 from clipwise.accounting import Ledger
 from clipwise.diagnostics import Monitor
-from clipwise.private import PRIVACY, Private, PublicState, make_private
+from clipwise.private import Private, PublicState
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
+from clipwise.start import PRIVACY, make_private
 from clipwise.types import InputError, Refused, fraction, nearest, whole
 
 

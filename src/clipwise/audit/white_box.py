@@ -18,7 +18,8 @@ from clipwise.audit import bounds
 from clipwise.audit.bounds import Array, Bound
 from clipwise.audit.canaries import World, active, loss, rows
 from clipwise.methods import Method
-from clipwise.private import Private, make_private
+from clipwise.private import Private
+from clipwise.start import make_private
 from clipwise.types import whole
 
 

@@ -139,7 +139,7 @@ def method_step(case: Case, *, method: str) -> Step:
 
     Not compiled, and with its own reading of the data: to be compared with another method, not with other columns.
     """
-    from clipwise.private import make_private
+    from clipwise.start import make_private
 
     model, data = case.model(), case.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)

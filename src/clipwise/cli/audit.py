@@ -30,8 +30,9 @@ from clipwise.cli.runs import _optimizer, loss_of, network, splits_for, use_thre
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
-from clipwise.private import Private, make_private
+from clipwise.private import Private
 from clipwise.report.folder import AUDIT, LEDGER, METRICS, MODEL, SETTINGS, STATEMENT, write
+from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
