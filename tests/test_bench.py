@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from clipwise.bench import CASES, COLUMNS, GPU_CASES, GPU_COLUMNS, Case, Cell, Row, Step, Table, as_text, bench, slowest
 from clipwise.bench.cases import losses
-from clipwise.bench.columns import _compiled, _for_opacus, clipwise_step, method_step
+from clipwise.bench.columns import LOOKS, _compiled, _for_opacus, clipwise_step, look_step, method_step
 from clipwise.bench.memory import peak_megabytes
 from clipwise.bench.targets import targets
 from clipwise.cli import main
+from clipwise.diagnostics import Diagnosis, Monitor
 from clipwise.methods import parse
 from clipwise.models import lstm_classifier, small_transformer
 from clipwise.records import Capture
@@ -275,6 +276,47 @@ def test_what_a_method_should_cost_follows_its_settings_and_combinations_have_no
     assert targets(parse("dice(flat())")) == (1.2, None)
     for free in ("psac", "bam(flat(), form='exact')", "bam(self_augmentation(flat()))", "dp_sat(flat())"):
         assert targets(parse(free)) == (None, None)
+
+
+def test_a_look_at_the_gradients_is_a_share_of_fifty_steps_beside_its_target() -> None:
+    table = bench(["mnist_cnn"], rounds=1, batch=3, memory=False, diagnostics=True)
+    plain, flat, *looks = table.rows[0].cells
+    assert [cell.column for cell in (plain, flat)] == ["plain", "method flat"]
+    assert [cell.column for cell in looks] == ["look, own method", "look, five methods"]
+    for cell in looks:
+        assert cell.missing is None and cell.target == pytest.approx(0.03 * 50)
+        assert cell.ratio == pytest.approx(cell.milliseconds / flat.milliseconds)
+    own, five = replace(looks[0], ratio=1.24), replace(looks[1], ratio=1.6)
+    shown = as_text(replace(table, rows=(replace(table.rows[0], cells=(plain, flat, own, five)),)))
+    assert "share of 50 such steps" in shown and "Methods as" not in shown
+    assert "| flat | look, own method | look, five methods |" in shown
+    assert shown.endswith(f"| {flat.milliseconds:.1f} ms | 2.5 % ≤ 3 | 3.2 % > 3 |")
+
+
+def test_looks_and_methods_have_a_table_each(capsys: pytest.CaptureFixture[str]) -> None:
+    table = bench(["mnist_cnn"], ["vmap"], rounds=1, batch=2, memory=False, methods=["psac"], diagnostics=True)
+    heads = [line for line in as_text(table).splitlines() if line.startswith("| model")]
+    assert heads == [
+        "| model [batch] | plain | vmap |",
+        "| model [batch] | flat | psac |",
+        "| model [batch] | flat | look, own method | look, five methods |",
+    ]
+    command = ["bench", "--rows", "mnist_cnn", "--batch", "2", "--rounds", "1", "--no-memory", "--diagnostics"]
+    assert main(command) == 0
+    assert heads[2] in capsys.readouterr().out
+
+
+def test_a_look_goes_through_the_methods_that_its_column_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Diagnosis] = []
+    look = Monitor.look
+    monkeypatch.setattr(Monitor, "look", lambda *given, **named: found.append(look(*given, **named)))
+    for methods in LOOKS.values():
+        step = look_step(TINY["cnn"], methods=methods)
+        before = [p.clone() for p in step.model.parameters()]
+        step()
+        assert all(torch.equal(*pair) for pair in zip(before, step.model.parameters(), strict=True))
+    assert [len(each.methods) for each in found] == [1, 5] and all(each.samples == 5 for each in found)
+    assert all(effect.whole.noise for each in found for effect in each.methods.values())
 
 
 def test_a_method_that_looks_back_is_timed_once_it_has_something_to_look_at() -> None:

@@ -242,7 +242,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bytes, int]]:
         made.append((scale, key, nonce))
         return value.clone()
 
-    def record_all(values: list[Tensor], scales: list[float], key: bytes, nonce: int) -> list[Tensor]:
+    def record_all(values: list[Tensor], scales: list[float], key: bytes, nonce: int, *_: object) -> list[Tensor]:
         return [record(value, scale, key, nonce) for value, scale in zip(values, scales, strict=True)]
 
     monkeypatch.setattr(gpu_noise, "noisy", record)

@@ -75,9 +75,9 @@ def nothing(patch: Patch) -> None:
 def noise_halved(patch: Patch) -> None:
     original = loop.release
 
-    def release(private: PrivateSum, event: Any, stream: Stream) -> Released:
+    def release(private: PrivateSum, event: Any, stream: Stream, *rest: Any) -> Released:
         half = replace(event, noise_multiplier=event.noise_multiplier / 2)
-        return replace(original(private, half, stream), event=event)
+        return replace(original(private, half, stream, *rest), event=event)
 
     patch.setattr(loop, "release", release)
 
@@ -121,12 +121,12 @@ def tied_weight_counted_once(patch: Patch) -> None:
 def noise_once_per_chunk(patch: Patch) -> None:
     original = loop.private_sum
 
-    def private_sum(method: Method, parameters: Any, chunks: Iterable[SampleGradients], *rest: Any) -> Any:
+    def private_sum(method: Method, parameters: Any, chunks: Iterable[SampleGradients], *rest: Any, **more: Any) -> Any:
         pieces = list(chunks)
-        private, observed = original(method, parameters, iter(pieces), *rest)
+        private, observed = original(method, parameters, iter(pieces), *rest, **more)
         (part,) = private.parts
-        more = PLAN.noise_multiplier * part.bound * math.sqrt(len(pieces) - 1)  # beside the release's own
-        noisy: Gradient = {name: SecureStream().noisy(value, more) for name, value in part.value.items()}
+        extra = PLAN.noise_multiplier * part.bound * math.sqrt(len(pieces) - 1)  # beside the release's own
+        noisy: Gradient = {name: SecureStream().noisy(value, extra) for name, value in part.value.items()}
         return replace(private, parts=(replace(part, value=noisy),)), observed
 
     patch.setattr(loop, "private_sum", private_sum)
@@ -159,8 +159,8 @@ def rate_doubled(patch: Patch) -> None:
 def empty_batches_without_noise(patch: Patch) -> None:
     original = loop.release
 
-    def release(private: PrivateSum, event: Any, stream: Stream) -> Released:
-        found = original(private, event, stream)
+    def release(private: PrivateSum, event: Any, stream: Stream, *rest: Any) -> Released:
+        found = original(private, event, stream, *rest)
         empty = all(not value.any() for part in private.parts for value in part.value.values())
         return replace(found, gradient={n: 0 * v for n, v in found.gradient.items()}) if empty else found
 
@@ -171,9 +171,9 @@ def layers_noised_by_their_own_bounds(patch: Patch) -> None:
     """Paper 2's σ R_r in block r: √L too little jointly."""
     original = loop.release
 
-    def release(private: PrivateSum, event: Any, stream: Stream) -> Released:
+    def release(private: PrivateSum, event: Any, stream: Stream, *rest: Any) -> Released:
         smaller = replace(event, noise_multiplier=event.noise_multiplier / math.sqrt(len(private.parts)))
-        return replace(original(private, smaller, stream), event=event)
+        return replace(original(private, smaller, stream, *rest), event=event)
 
     patch.setattr(loop, "release", release)
 
@@ -185,9 +185,9 @@ def unit_counted_with_one_bound(patch: Patch) -> None:
 def count_without_noise(patch: Patch) -> None:
     original = loop.release
 
-    def release(private: PrivateSum, event: Any, stream: Stream) -> Released:
+    def release(private: PrivateSum, event: Any, stream: Stream, *rest: Any) -> Released:
         exact = {name: value for part in private.parts if part.is_count for name, value in part.value.items()}
-        return replace(original(private, event, stream), counts=exact)
+        return replace(original(private, event, stream, *rest), counts=exact)
 
     patch.setattr(loop, "release", release)
 

@@ -103,7 +103,8 @@ def test_normals_are_finite_at_the_ends_of_the_uniforms(byte: int, monkeypatch: 
 
 def test_a_normal_sums_two_box_muller_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     radii, angles = [0.3, 0.8], [0.1, 0.45]
-    words = b"".join(int(value * 2**53).to_bytes(8, "little") for value in (*radii, *angles))
+    numbers = [*(int(u * 2**53) for u in radii), *(int(v * 2**64) for v in angles)]  # an angle is a whole word
+    words = b"".join(number.to_bytes(8, "little") for number in numbers)
 
     def fixed(key: bytes, nonce: bytes, into: memoryview) -> None:
         into[:] = words
@@ -113,6 +114,47 @@ def test_a_normal_sums_two_box_muller_pairs(monkeypatch: pytest.MonkeyPatch) -> 
     cosine = sum(r * math.cos(2 * math.pi * v) for r, v in zip(lengths, angles, strict=True)) / math.sqrt(2)
     sine = sum(r * math.sin(2 * math.pi * v) for r, v in zip(lengths, angles, strict=True)) / math.sqrt(2)
     assert SecureStream().normal([2]).tolist() == pytest.approx([cosine, sine], rel=1e-12)
+
+
+def test_normals_are_what_box_muller_says_to_the_last_digits() -> None:
+    stream, half = SeededStream(2), 5000
+    words = bytearray(8 * 4 * half)
+    keystream(*SeededStream(2)._next(use=1), memoryview(words))
+    numbers = [int.from_bytes(words[i : i + 8], "little") for i in range(0, len(words), 8)]
+    lengths = [math.sqrt(-2 * math.log(1 - (number & ((1 << 53) - 1)) / 2**53)) for number in numbers[: 2 * half]]
+    angles = [2 * math.pi * ((number + 2**63) % 2**64 - 2**63) / 2**64 for number in numbers[2 * half :]]
+    for part, wave in zip(stream.normal([2 * half]).split(half), (math.cos, math.sin), strict=True):
+        draws = [length * wave(angle) for length, angle in zip(lengths, angles, strict=True)]
+        expected = [(a + b) / math.sqrt(2) for a, b in zip(draws[:half], draws[half:], strict=True)]
+        assert max(abs(a - b) for a, b in zip(part.tolist(), expected, strict=True)) < 1e-14
+
+
+def test_the_numbers_do_not_depend_on_how_many_threads_draw_them() -> None:
+    before = torch.get_num_threads()
+    draws = []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            stream = SeededStream(4)
+            draws.append(torch.cat([stream.normal([1 << 20]), stream.normal([100_001])]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], draws[2])
+
+
+def test_no_two_blocks_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bytes, bytes]] = []
+
+    def noted(key: bytes, nonce: bytes, into: memoryview) -> None:
+        seen.append((key, nonce))
+        keystream(key, nonce, into)
+
+    monkeypatch.setattr("clipwise.randomness.keystream", noted)
+    for stream in (SecureStream(), SeededStream(4), SeededStream(4).at(0)):
+        stream.normal([200_000])
+        stream.uniform(200_000)
+        stream.normal([1])
+    assert len(seen) == len(set(seen)) == 3 * (7 + 4 + 1)  # 2¹⁵ normals or 2¹⁶ uniforms a key
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (32_769,), (65_537,)])
@@ -136,17 +178,17 @@ def test_two_secure_streams_differ_and_no_block_comes_back() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_draws_other_numbers() -> None:
     stream = SecureStream()
-    stream.uniform(1)
+    stream.normal([70_000])  # with threads, where there are cores: none of them may be missed in the child
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, stream.uniform(4).numpy().tobytes())
+            os.write(write, stream.normal([70_000])[:4].numpy().tobytes())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     theirs = os.read(read, 32)
-    assert len(theirs) == 32 and theirs != stream.uniform(4).numpy().tobytes()
+    assert len(theirs) == 32 and theirs != stream.normal([70_000])[:4].numpy().tobytes()
     os.close(read)
     os.close(write)
 

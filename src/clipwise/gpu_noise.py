@@ -41,18 +41,26 @@ def noisy(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
     return out
 
 
-def noisy_all(values: Sequence[Tensor], scales: Sequence[float], key: bytes, nonce: int) -> list[Tensor]:
-    """Each value + its scale · z, all of one device and format, by one launch: a model has hundreds of parameters.
+def noisy_all(
+    values: Sequence[Tensor],
+    scales: Sequence[float],
+    key: bytes,
+    nonce: int,
+    divisor: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """(Each value + its scale · z)/divisor, all of one device and format, by one launch: a model has many parameters.
 
-    Guarantees: those of ``noisy``; no two numbers, of one tensor or of several, come from the same words. Edge cases:
-    empty tensors give empty ones.
+    Guarantees: those of ``noisy``, rounded once to ``dtype``; no two numbers, of one tensor or of several, come from
+    the same words. Edge cases: empty tensors give empty ones.
     """
     if len({(value.dtype, value.device) for value in values}) > 1 or len(values) != len(scales):
         raise InputError(f"expected tensors of one format and device, and a scale for each, got {len(scales)} scales")
     for value, scale in zip(values, scales, strict=True):
         _check(value)
         positive("scale", scale)
-    out = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in values]
+    positive("divisor", divisor)
+    out = [torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format) for value in values]
     given = [value.contiguous() for value in values]
     # every tensor begins with a program of its own, so that a program has one tensor
     programs = [-(-value.numel() // (4 * _THREADS)) for value in given]
@@ -60,13 +68,13 @@ def noisy_all(values: Sequence[Tensor], scales: Sequence[float], key: bytes, non
     if firsts[-1] * _THREADS > 1 << 32:
         raise InputError("ChaCha20 counts at most 2³² blocks, 2³⁴ numbers: release the tensors in several calls")
     rows = [
-        struct.pack("<qqqqd", to.data_ptr(), value.data_ptr(), value.numel(), first, scale)
+        struct.pack("<qqqqdd", to.data_ptr(), value.data_ptr(), value.numel(), first, scale, divisor)
         for to, value, first, scale in zip(out, given, firsts, scales, strict=False)
         if value.numel()
     ]
     if rows:
         table = b"".join(rows)
-        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, out[0], len(rows), more=table)
+        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, out[0], given[0], len(rows), more=table)
     return out
 
 
@@ -131,32 +139,42 @@ def _add_noise(
 ) -> None:
     """Kernel: out = value + factor · z."""
     b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
-    _four(value, out, b, b, blocks, size, tl.load(factor), state)
+    _four(value, out, b, b, blocks, size, tl.load(factor), 1.0, state)
 
 
 def _add_noise_to_all(
-    out: tl.tensor, tensors: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr
+    out: tl.tensor,
+    value: tl.tensor,
+    tensors: tl.tensor,
+    state: tl.tensor,
+    factor: tl.tensor,
+    blocks: tl.tensor,
+    threads: tl.constexpr,
 ) -> None:
-    """Kernel: the same for every tensor of the table behind ``factor``: [out, value, size, first program, scale]."""
+    """Kernel: for every tensor of the table behind ``factor``: [out, value, size, first program, scale, divisor].
+
+    ``out`` and ``value`` are there for their formats.
+    """
     program = tl.program_id(0).to(tl.int64)
     table = (factor + 1).to(tl.pointer_type(tl.int64))
     low, high = 0, tensors  # the last tensor that begins at this program or before
     while high - low > 1:
         middle = (low + high) // 2
-        later = tl.load(table + 5 * middle + 3) > program
+        later = tl.load(table + 6 * middle + 3) > program
         low, high = tl.where(later, low, middle), tl.where(later, middle, high)
-    into = tl.load(table + 5 * low).to(out.dtype)
-    value = tl.load(table + 5 * low + 1).to(out.dtype)
-    size = tl.load(table + 5 * low + 2)
-    own = (program - tl.load(table + 5 * low + 3)) * threads + tl.arange(0, threads)
+    into = tl.load(table + 6 * low).to(out.dtype)
+    given = tl.load(table + 6 * low + 1).to(value.dtype)
+    size = tl.load(table + 6 * low + 2)
+    own = (program - tl.load(table + 6 * low + 3)) * threads + tl.arange(0, threads)
     _four(
-        value,
+        given,
         into,
         own,
         program * threads + tl.arange(0, threads),
         (size + 3) // 4,
         size,
-        tl.load(factor + 5 * low + 5),
+        tl.load(factor + 6 * low + 5),
+        tl.load(factor + 6 * low + 6),
         state,
     )
 
@@ -169,6 +187,7 @@ def _four(
     blocks: tl.tensor,
     size: tl.tensor,
     scale: tl.tensor,
+    divisor: tl.tensor,
     state: tl.tensor,
 ) -> None:
     """Add noise from the cipher's block ``counter`` to the four numbers of block b of a tensor."""
@@ -176,13 +195,13 @@ def _four(
     z0, z1 = _normals(_uniform(w0, w1), _uniform(w2, w3), _uniform(w4, w5), _uniform(w6, w7))
     z2, z3 = _normals(_uniform(w8, w9), _uniform(w10, w11), _uniform(w12, w13), _uniform(w14, w15))
     at = b  # 64 bits wide, like every sum with it
-    _add(value, out, at, scale * z0, b < blocks)
+    _add(value, out, at, scale * z0, divisor, b < blocks)
     at += blocks
-    _add(value, out, at, scale * z1, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z1, divisor, (b < blocks) & (at < size))
     at += blocks
-    _add(value, out, at, scale * z2, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z2, divisor, (b < blocks) & (at < size))
     at += blocks
-    _add(value, out, at, scale * z3, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z3, divisor, (b < blocks) & (at < size))
 
 
 def _write_words(out: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
@@ -193,9 +212,11 @@ def _write_words(out: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl
         tl.store(out + b * 16 + i, words[i].to(tl.int32, bitcast=True), mask=b < blocks)
 
 
-def _add(value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, mask: tl.tensor) -> None:
-    """Add noise to the numbers at these places, in float64."""
-    total = tl.load(value + at, mask=mask, other=0).to(tl.float64) + noise
+def _add(
+    value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, divisor: tl.tensor, mask: tl.tensor
+) -> None:
+    """Add noise to the numbers at these places and divide, in float64."""
+    total = (tl.load(value + at, mask=mask, other=0).to(tl.float64) + noise) / divisor
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from clipwise.randomness import Stream, add_scaled
 from clipwise.types import (
     BlockGaussian,
@@ -26,12 +28,14 @@ from clipwise.types import (
 EVENTS = (PoissonGaussian, Gaussian, MemoryGaussian, BlockGaussian)
 
 
-def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
-    """Add noise once and say what it amounts to.
+def release(
+    private: PrivateSum, event: Event, stream: Stream, divisor: float = 1.0, dtype: torch.dtype | None = None
+) -> Released:
+    """Add noise once and say what it amounts to; gradients come out over a public ``divisor``, counts as they are.
 
     Guarantees: a block of bound C and share p gets independent Gaussian noise of standard deviation σ C/√p; since the
     shares add up to at most 1, the blocks together are one Gaussian mechanism with noise multiplier σ. The noise is
-    drawn and added in float64; only the noisy sum is rounded.
+    drawn and added in float64; only the noisy sum is rounded, to ``dtype`` or the sum's own format.
     """
     if type(event) not in EVENTS:  # a subclass may mean something else
         names = ", ".join(kind.__name__ for kind in EVENTS)
@@ -52,14 +56,15 @@ def release(private: PrivateSum, event: Event, stream: Stream) -> Released:
     sizes = [v.numel() for part in private.parts for v in part.value.values() if not v.is_cuda]
     normals = iter(stream.normal([sum(sizes)]).split(sizes))
     for part in private.parts:
+        into, over = (counts, (1.0, None)) if part.is_count else (gradient, (divisor, dtype))
         scale = sigma * part.bound / math.sqrt(part.share)
-        into = counts if part.is_count else gradient
         for name, value in part.value.items():
             scales[part.is_count, name] = scale
             if not value.is_cuda:
-                into[name] = add_scaled(value, next(normals), scale)
-    on_cuda = {(part.is_count, n): v for part in private.parts for n, v in part.value.items() if v.is_cuda}
-    noisy = stream.noisy_all(list(on_cuda.values()), [scales[place] for place in on_cuda]) if on_cuda else []
-    for (is_count, name), value in zip(on_cuda, noisy, strict=True):
-        (counts if is_count else gradient)[name] = value
-    return Released(gradient, counts, event, {name: scales[False, name] for name in gradient})
+                into[name] = add_scaled(value, next(normals), scale, *over)
+    for is_count, into, over in ((False, gradient, (divisor, dtype)), (True, counts, (1.0, None))):
+        on_cuda = {n: v for p in private.parts if p.is_count == is_count for n, v in p.value.items() if v.is_cuda}
+        if on_cuda:
+            own = [scales[is_count, name] for name in on_cuda]
+            into.update(zip(on_cuda, stream.noisy_all(list(on_cuda.values()), own, *over), strict=True))
+    return Released(gradient, counts, event, {name: scales[False, name] / divisor for name in gradient})

@@ -25,7 +25,7 @@ from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, written
+from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, widest, written
 from clipwise.records.checks import alone_as_together, modes, refuse_modules, restored, self_test
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
@@ -191,7 +191,9 @@ class Private:
         method, feedback = self.method, self.method.feedback
         residual: Gradient | None = {} if feedback is not None else None
         remembered: list[Remembered] = []
-        private, self.observed = private_sum(method, parameters, self._gradients(batch, remembered), residual)
+        private, self.observed = private_sum(
+            method, parameters, self._gradients(batch, remembered), residual, alone=self._in_one_chunk
+        )
         self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
         following = self._recalled(remembered)
         event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
@@ -205,18 +207,17 @@ class Private:
             private = PrivateSum((Part(value, plan.sensitivity, part.share),), memory)
             event = plan.event(self.noise_multiplier, place)
         self._drawn = None
-        released = release(private, event, batch.stream)
+        # the expected number of units is a public constant; the realised one is not
+        units = self.expected_batch / method.unit
+        # one format whatever was drawn: several chunks are summed in a wider one
+        released = release(private, event, batch.stream, units, widest(parameters.values()))
         self.ledger.record(released.event)  # before anything uses what was released
         # At once: whatever fails below, no later step may draw from this one's group in the same block.
         self.hidden, self._taken = following, self._taken + 1
         TRAINED[self.model] = self.ledger
-        # the expected number of units is a public constant; the realised one is not
-        units = self.expected_batch / method.unit
-        mean = {name: value / units for name, value in released.gradient.items()}
-        noise = {name: value / units for name, value in released.deviation.items()}
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
-        filtered, update = self._post.apply(self.state.post, mean, noise)
-        self.state = PublicState(past, mean, filtered)
+        filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
+        self.state = PublicState(past, released.gradient, filtered)
         for name, parameter in parameters.items():
             parameter.grad = update[name].to(parameter.dtype)
         self._stepping = True
@@ -285,6 +286,10 @@ class Private:
         self._taken, self.method, self.state = step, method, state
         self._begun = step
         self.hidden = hidden if self.dice is None or self.dice.memory == "full" else None
+
+    @property
+    def _in_one_chunk(self) -> bool:
+        return self.method.unit == 1 and len(self._indices) <= max(1, self._chunk // self.method.rows)
 
     def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
         """v_i chunk by chunk; units of several samples come whole."""

@@ -13,18 +13,22 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise import gpu_noise
 from clipwise.types import whole
 
-_BLOCK = 1 << 17  # words per key, a megabyte: a block's passes stay in the cache and still keep two threads busy
+_BLOCK = 1 << 16  # words per key, half a megabyte: a thread's passes over a block stay in its core's cache
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
+_THREADS = 4  # the cipher, a third of the work, holds the interpreter's lock: more threads would wait for it
 
 
 class Stream(Protocol):
@@ -47,8 +51,10 @@ class Stream(Protocol):
         """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
         ...
 
-    def noisy_all(self, values: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-        """The same for many tensors, each with its own scale and its own normals."""
+    def noisy_all(
+        self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """(value + scale · z)/divisor for many tensors, each with its own scale and normals; rounded to ``dtype``."""
         ...
 
     def at(self, step: int) -> Stream:
@@ -61,14 +67,56 @@ def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
 
 
-def add_scaled(value: Tensor, normals: Tensor, scale: float) -> Tensor:
-    """``value`` + scale · normals in float64 on the CPU, then rounded to the value's format; overwrites ``normals``."""
-    return normals.view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64)).to(value.device, value.dtype)
+def add_scaled(
+    value: Tensor, normals: Tensor, scale: float, divisor: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """(``value`` + scale · normals)/divisor in float64 on the CPU, rounded once; overwrites ``normals``."""
+    total = normals.view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64))
+    return (total if divisor == 1 else total.div_(divisor)).to(value.device, dtype or value.dtype)
 
 
 def _empty(count: int) -> Tensor:
     """Float64 on the CPU, whatever device is the default: the cipher writes to this machine's memory."""
     return torch.empty(count, dtype=torch.float64, device="cpu")
+
+
+def _split(out: Tensor, size: int) -> list[NDArray[np.float64]]:
+    """Its memory in pieces of at most that size."""
+    flat: NDArray[np.float64] = out.numpy()
+    return [flat[at : at + size] for at in range(0, len(flat), size)]
+
+
+def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
+    """At most one block of the keystream as signed 64-bit words."""
+    words = np.empty(count, np.int64)
+    keystream(key, nonce, words.data.cast("B"))
+    return words
+
+
+def _normals(out: NDArray[np.float64], start: tuple[bytes, bytes]) -> None:
+    """Half a block at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs, over ``out``.
+
+    In NumPy, whose logarithm and tangent are the fastest where there is AVX-512. One tangent gives sine and cosine:
+    with t = tan(θ/2), cos θ = (1 − t²)/(1 + t²) and sin θ = 2t/(1 + t²).
+    """
+    half, rest = (len(out) + 1) // 2, len(out) // 2
+    u, v = _words(4 * half, *start).reshape(2, 2, half)  # [pair, output]
+    # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0, so that the logarithm is finite
+    u |= ~_MASK
+    radius = u * -(2.0**-53)
+    np.log(radius, out=radius)
+    np.negative(radius, out=radius)
+    np.sqrt(radius, out=radius)
+    t = v * (math.pi * 2.0**-64)  # θ/2 from all bits of the word, −π/2 to π/2
+    np.tan(t, out=t)
+    square = t * t
+    radius /= square + 1
+    cosines = np.subtract(1, square, out=square)
+    cosines *= radius
+    t *= radius
+    np.add(cosines[0], cosines[1], out=out[:half])
+    np.add(t[0, :rest], t[1, :rest], out=out[half:])
+    out[half:] *= 2
 
 
 class _ChaCha20(ABC):
@@ -81,30 +129,25 @@ class _ChaCha20(ABC):
     def _next(self, use: int) -> tuple[bytes, bytes]:
         """Key and nonce that no other block or CUDA tensor has; ``use`` tells apart what they are for."""
 
-    def _fill(self, out: Tensor, use: int) -> Tensor:
-        """At most one block of uniforms, written over ``out``."""
-        words = torch.empty(len(out), dtype=torch.int64, device="cpu")
-        keystream(*self._next(use), words.numpy().data.cast("B"))
-        return out.copy_(words.bitwise_and_(_MASK)).mul_(2.0**-53)
-
     def uniform(self, count: int) -> Tensor:
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
         out = _empty(whole("count", count, least=0))
-        for block in torch.split(out, _BLOCK) if count else ():
-            self._fill(block, use=0)
+        for block in _split(out, _BLOCK):
+            np.multiply(_words(len(block), *self._next(use=0)) & _MASK, 2.0**-53, out=block)
         return out
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Independent standard normals, float64, of that shape: (z + z′)/√2 with z and z′ from two Box–Muller pairs."""
+        """Independent standard normals, float64, of that shape; as many threads as PyTorch uses, up to four."""
         out = _empty(math.prod(shape))
-        for block in torch.split(out, _BLOCK // 2) if len(out) else ():
-            half, rest = (len(block) + 1) // 2, len(block) // 2
-            u, v = self._fill(_empty(4 * half), use=1).view(2, 2, half)  # [pair, output]
-            # r/√2 = √(−ln(1 − u)): 1 − u is exact and never 0, so that the logarithm is finite
-            radius, angle = u.neg_().add_(1).log_().neg_().sqrt_(), v.mul_(2 * math.pi)
-            cosines, sines = angle.cos().mul_(radius), angle.sin_().mul_(radius)
-            torch.add(cosines[0], cosines[1], out=block[:half])
-            torch.add(sines[0, :rest], sines[1, :rest], out=block[half:])
+        blocks = _split(out, _BLOCK // 2)
+        starts = [self._next(use=1) for _ in blocks]  # in order, whichever thread comes to them
+        threads = min(torch.get_num_threads(), _THREADS, len(blocks))
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
+                list(pool.map(_normals, blocks, starts))
+        else:
+            for block, start in zip(blocks, starts, strict=True):
+                _normals(block, start)
         return out.view(tuple(shape))
 
     def noisy(self, value: Tensor, scale: float) -> Tensor:
@@ -114,20 +157,22 @@ class _ChaCha20(ABC):
         key, nonce = self._next(use=2)
         return gpu_noise.noisy(value, scale, key, int.from_bytes(nonce[4:], "little"))
 
-    def noisy_all(self, values: Sequence[Tensor], scales: Sequence[float]) -> list[Tensor]:
-        """The same for many tensors: those on one CUDA device and of one format by one launch."""
+    def noisy_all(
+        self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
+    ) -> list[Tensor]:
+        """(value + scale · z)/divisor for many tensors: those on one CUDA device and of one format by one launch."""
         out = list(values)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, value in enumerate(values):
             if value.is_cuda:
                 kinds.setdefault((value.device, value.dtype), []).append(i)
             else:
-                out[i] = self.noisy(value, scales[i])
+                out[i] = add_scaled(value, self.normal(value.shape), scales[i], divisor, dtype)
         for places in kinds.values():
             key, nonce = self._next(use=2)
             number = int.from_bytes(nonce[4:], "little")
             some, own = [values[i] for i in places], [scales[i] for i in places]
-            for i, value in zip(places, gpu_noise.noisy_all(some, own, key, number), strict=True):
+            for i, value in zip(places, gpu_noise.noisy_all(some, own, key, number, divisor, dtype), strict=True):
                 out[i] = value
         return out
 

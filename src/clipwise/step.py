@@ -6,7 +6,7 @@ Gives: the private sum; ``noise.release`` makes it public, and the caller divide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,15 @@ def private_sum(
     parameters: Mapping[str, Tensor],
     chunks: Iterable[SampleGradients],
     residual: Gradient | None = None,
+    *,
+    alone: bool = False,
 ) -> tuple[PrivateSum, Observed]:
     """Σ_i w_i v_i over all chunks of one batch.
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
     ``residual`` gets Σ_i (1 − w_i) v_i added to it, or put into it where it is empty: what clipping cut off.
+    ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
     groups = [block.names for block in blocks]
@@ -54,25 +57,46 @@ def private_sum(
             continue
         norms = gradients.norms(groups)  # [sample, block]
         finite = norms.isfinite().all(1)
-        if not bool(finite.all()):
-            gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
+        infinite = _soon((~finite).sum())
         weights = torch.where(finite[:, None], weigh(blocks, norms), 0.0)  # [sample, block]
-        _add(gradients.weighted_sum(weights, groups), total)
+        sums = gradients.weighted_sum(weights, groups)  # before it is known whether it holds: a GPU need not wait
+        if infinite():
+            gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
+            sums = gradients.weighted_sum(weights, groups)
+        if alone and residual is None:
+            total = sums
+        else:
+            _add(sums, total)
         if residual is not None:
             _add(gradients.weighted_sum(torch.where(finite[:, None], 1 - weights, 0.0), groups), residual)
         if method.count is not None:
             values = method.count.of(norms.square().sum(1).sqrt()).clamp(-0.5, 0.5)  # whatever the method says
             count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
-        samples, lost = samples + gradients.samples, lost + int((~finite).sum())
-    for sums in (total, residual):
-        if sums is not None and not sums:
-            sums.update(zeros(parameters))
+        samples, lost = samples + gradients.samples, lost + infinite()
+    for added in (total, residual):
+        if added is not None and not added:
+            added.update(zeros(parameters))
     moves = method.moves
     parts = [Part({name: total[name] for name in block.names}, moves * block.bound, block.share) for block in blocks]
     if method.count is not None:
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts)), Observed(samples, lost)
+
+
+def _soon(number: Tensor) -> Callable[[], int]:
+    """A number that a GPU may still be computing: asked for later, it waits for nothing that was launched since."""
+    if not number.is_cuda:
+        return lambda: int(number)
+    here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def wait() -> int:
+        there.synchronize()
+        return int(here)
+
+    return wait
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:

@@ -119,7 +119,7 @@ class PrivateSum:
 class Released:
     """Public: noisy sums and the event that the noise's draw amounts to."""
 
-    gradient: Gradient  # the noisy sum, not yet divided by the expected batch
+    gradient: Gradient  # the noisy sum, over the divisor that was asked for
     counts: Gradient  # noisy counts that a method asked for beside it
     event: Event
     deviation: Mapping[str, float]  # the noise's standard deviation in each entry

@@ -111,13 +111,25 @@ def sampling_checks(drawn: NDArray[np.bool_], rates: Array, turns: int = 1) -> l
             "variance of the batch's size",
             float(squares.mean()),
             float(expected.mean()),
-            float((squares - expected).sum() / math.sqrt(fourth.sum())),
+            _gamma_deviations(float(squares.sum()), float(expected.sum()), float(fourth.sum())),
         )
     )
     products = away[turns:] * away[:-turns]
     likely = math.sqrt(float((spread[turns:] * spread[:-turns]).sum()))
     found.append(("drawn twice in a row", float(products.sum()) / likely, 0.0, float(products.sum()) / likely))
     return found
+
+
+def _gamma_deviations(measured: float, mean: float, variance: float) -> float:
+    """How far off a sum of squares is, in deviations of a normal number that is as rarely as far off.
+
+    Such a sum leans to the right: nearly a gamma variable of its mean and variance, and not nearly a normal one.
+    """
+    from scipy.stats import gamma, norm
+
+    shape, scale = mean**2 / variance, variance / mean
+    above, below = gamma.sf(measured, shape, scale=scale), gamma.cdf(measured, shape, scale=scale)
+    return float(norm.isf(max(above, 1e-300)) if above < below else -norm.isf(max(below, 1e-300)))
 
 
 def _deviation(name: str, z: Array) -> list[Found]:

@@ -1,17 +1,17 @@
 """The columns of the bench: one training step as each library writes it.
 
 Receives: a Case.
-Gives: COLUMNS and GPU_COLUMNS (name → builder), and ``builder``, which also knows a column for each method; a builder
-makes a Step, and imports its library only then.
+Gives: COLUMNS and GPU_COLUMNS (name → builder), and ``builder``, which also knows a column for each method and LOOKS,
+those of diagnostics; a builder makes a Step, and imports its library only then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.func import functional_call, grad, vmap
 
 from clipwise.bench.cases import Case
 from clipwise.types import InputError
+
+if TYPE_CHECKING:
+    from clipwise.private import Private
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,11 @@ def _recorded(take: Callable[[], None]) -> Callable[[], None]:
     recording = torch.cuda.CUDAGraph()
     with torch.cuda.graph(recording):
         take()
-    return recording.replay
+
+    def replay(reads: Callable[[], None] = take) -> None:  # the graph reads the batch, and does not keep it
+        recording.replay()
+
+    return replay
 
 
 def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> Step:
@@ -123,12 +130,12 @@ def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> 
     event = PoissonGaussian(case.noise_multiplier, sampling_rate=0.01)
 
     def take() -> None:
-        private, _ = private_sum(method, parameters, [capture(batch)])
+        private, _ = private_sum(method, parameters, [capture(batch)], alone=True)
         if not noise:
             return
-        released = release(private, event, stream)
+        released = release(private, event, stream, case.batch, torch.float32)
         for name, parameter in parameters.items():
-            parameter.grad = (released.gradient[name] / case.batch).to(parameter.dtype)
+            parameter.grad = released.gradient[name]
         optimizer.step()
 
     return Step(model, take)
@@ -139,11 +146,40 @@ def method_step(case: Case, *, method: str) -> Step:
 
     Not compiled, and with its own reading of the data: to be compared with another method, not with other columns.
     """
+    private = _private(case, method)
+    batches = private.batches()
+    # the first steps have fewer earlier iterates to look at
+    return Step(private.model, lambda: private.step(next(batches)), warm_up=max(2, private.method.past))
+
+
+def look_step(case: Case, *, methods: Sequence[str]) -> Step:
+    """Not a step but a look at the gradients of the whole batch through these methods, the run's own first."""
+    from clipwise.diagnostics import Monitor
+    from clipwise.methods import parse
+
+    own, *beside = methods
+    private = _private(case, own)
+    samples = torch.arange(case.batch)
+    monitor = Monitor(private.rows(samples), "private", tuple(parse(method) for method in beside))
+
+    def take() -> None:
+        monitor.look(
+            private.engine(samples, 0),
+            private.method,
+            step=private.steps_taken,
+            noise_multiplier=private.noise_multiplier,
+            expected_batch=private.expected_batch,
+        )
+
+    return Step(private.model, take)
+
+
+def _private(case: Case, method: str) -> Private:
     from clipwise.start import make_private
 
     model, data = case.model(), case.data()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
-    private = make_private(
+    return make_private(
         model,
         optimizer,
         data,
@@ -157,9 +193,6 @@ def method_step(case: Case, *, method: str) -> Step:
         noise=0,
         self_test=False,  # it is for models of unknown origin
     )
-    batches = private.batches()
-    # the first steps have fewer earlier iterates to look at
-    return Step(model, lambda: private.step(next(batches)), warm_up=max(2, private.method.past))
 
 
 def vmap_step(case: Case) -> Step:
@@ -266,8 +299,15 @@ GPU_COLUMNS: dict[str, Callable[[Case], Step]] = {
 }
 ON_REQUEST = ("clipwise_sum", "clipwise_eager")  # parts of the step, measured only where they are named
 METHOD = "method "  # how a column of this library's own method begins, such as "method psac"
+LOOK = "look, "  # how a column of diagnostics begins
+LOOKS = {
+    LOOK + "own method": ("flat",),
+    LOOK + "five methods": ("flat", "normalised", "automatic", "psac", "global_"),
+}
 
 
 def builder(column: str, table: Mapping[str, Callable[[Case], Step]]) -> Callable[[Case], Step]:
-    """What makes a column's step: the table's own builder, or any method's."""
-    return partial(method_step, method=column.removeprefix(METHOD)) if column.startswith(METHOD) else table[column]
+    """What makes a column's step: the table's own builder, any method's, or a look's."""
+    if column.startswith(METHOD):
+        return partial(method_step, method=column.removeprefix(METHOD))
+    return partial(look_step, methods=LOOKS[column]) if column in LOOKS else table[column]

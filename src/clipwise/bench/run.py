@@ -2,7 +2,7 @@
 
 Receives: names of rows and columns, the number of rounds; on a GPU also precisions and methods.
 Gives: a Table of times and peak memory with ratios to the plain step, on a GPU to the fastest ordinary one, and of
-methods to flat clipping; as_text.
+methods and looks to flat clipping; as_text.
 
 Time: a row's columns take turns within one process, one step each per round, so that a slow moment of the machine hits
 all of them; the median over rounds is reported, after warm-up steps, with garbage collection off.
@@ -25,14 +25,15 @@ from typing import Any
 import torch
 
 from clipwise.bench.cases import CASES, GPU_CASES, Case
-from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, METHOD, ON_REQUEST, ORDINARY, Step, builder
+from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, LOOK, LOOKS, METHOD, ON_REQUEST, ORDINARY, Step, builder
 from clipwise.bench.memory import peak_megabytes
-from clipwise.bench.targets import targets
+from clipwise.bench.targets import EVERY, LOOK_SHARE, targets
 from clipwise.methods import parse
 from clipwise.types import InputError, one_of, whole
 
 PRECISIONS = ("bf16", "tf32", "float32")
 FLAT = METHOD + "flat"  # what methods are compared with
+KINDS = ("", METHOD, LOOK)  # of columns, each with a table of its own
 UNSTEADY = 1.25  # a median this many times the fastest round was measured on a busy machine
 
 
@@ -42,12 +43,12 @@ class Cell:
 
     column: str
     milliseconds: float | None = None  # median over rounds
-    ratio: float | None = None  # to the ordinary step; a method's to flat's
+    ratio: float | None = None  # to the ordinary step; a method's and a look's to flat's
     megabytes: float | None = None  # peak, see clipwise.bench.memory
     memory_ratio: float | None = None
     rounds: tuple[float, ...] = ()  # milliseconds of each round
     missing: str | None = None
-    target: float | None = None  # the most that a method's ratio should be, and its memory's
+    target: float | None = None  # the most that a method's or a look's ratio should be, and its memory's
     memory_target: float | None = None
 
     @property
@@ -73,9 +74,9 @@ class Row:
         return min(timed, key=lambda cell: cell.milliseconds or 0.0) if timed else self.cells[0]
 
     def compared(self) -> Row:
-        """The row with its ratios: of columns to the reference, of methods to flat."""
+        """The row with its ratios: of columns to the reference, of methods and looks to flat."""
         flat = next((cell for cell in self.cells if cell.column == FLAT), self.reference)
-        cells = [_compared(c, flat if c.column.startswith(METHOD) else self.reference) for c in self.cells]
+        cells = [_compared(c, flat if c.column.startswith((METHOD, LOOK)) else self.reference) for c in self.cells]
         return replace(self, cells=tuple(cells))
 
 
@@ -109,12 +110,14 @@ def bench(
     device: str = "cpu",
     precisions: Sequence[str] = ("bf16", "tf32"),
     methods: Sequence[str] = (),
+    diagnostics: bool = False,
 ) -> Table:
     """Measure rows × columns (all of them unless named); the plain column is always there, ratios need it.
 
     ``batch`` replaces every row's batch size; ``progress`` is told what is being measured, and each row as soon as it
-    is; ``precisions`` are for CUDA, where each makes a row of its own. ``methods`` are columns of their own, with flat
-    beside them; where no ``columns`` are named, they are all that is measured.
+    is; ``precisions`` are for CUDA, where each makes a row of its own. ``methods`` are columns of their own, and so are
+    looks at the gradients (``diagnostics``), with flat beside them; where no ``columns`` are named, they are all that
+    is measured.
 
     *Edge cases*: a peer that is not installed or fails on a model leaves a cell with the reason, and the rest goes on.
     """
@@ -125,9 +128,11 @@ def bench(
     known, table = (GPU_CASES, GPU_COLUMNS) if on_cuda else (CASES, COLUMNS)
     named = [one_of("row", row, known) for row in (known if rows is None else rows)]
     if columns is None:
-        columns = [] if methods else [column for column in table if column not in ON_REQUEST]
+        columns = [] if methods or diagnostics else [column for column in table if column not in ON_REQUEST]
     wanted = {"plain", *(one_of("column", column, table) for column in columns)}
-    allowed = {METHOD + method: targets(parse(method)) for method in (["flat", *methods] if methods else [])}
+    beside = ["flat", *methods] if methods or diagnostics else []
+    allowed = {METHOD + method: targets(parse(method)) for method in beside}
+    allowed |= dict.fromkeys(LOOKS, (EVERY * LOOK_SHARE, None)) if diagnostics else {}
     used = {column: builder(column, table) for column in [*(c for c in table if c in wanted), *allowed]}
     cases = {row: replace(known[row], device=device) for row in named}
     if batch is not None:
@@ -288,13 +293,13 @@ def as_text(table: Table) -> str:
         else f"on {table.machine}: median of {table.rounds} rounds"
     )
     lines = [f"One training step {where}, torch {table.torch}."]
-    for methods in (False, True):
-        columns = [c.column for c in _part(table.rows[0], methods)] if table.rows else []
+    for kind in KINDS:
+        columns = [c.column for c in _part(table.rows[0], kind)] if table.rows else []
         if not columns:
             continue
         head = "| model [batch] | " + " | ".join(column.removeprefix(METHOD) for column in columns) + " |"
-        lines += [_meaning(methods, table.device), "", head, "|---" * (1 + len(columns)) + "|"]
-        lines += [_line(row, methods, table.device) for row in table.rows]
+        lines += [_meaning(kind, table.device), "", head, "|---" * (1 + len(columns)) + "|"]
+        lines += [_line(row, kind, table.device) for row in table.rows]
     notes = [
         f"– {cell.column} on {row.title}: {cell.missing}" for row in table.rows for cell in row.cells if cell.missing
     ]
@@ -303,14 +308,21 @@ def as_text(table: Table) -> str:
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _part(row: Row, methods: bool) -> list[Cell]:
-    """The cells of one of the two tables: columns or methods. An ordinary step alone is no table."""
-    cells = [cell for cell in row.cells if cell.column.startswith(METHOD) == methods]
-    return cells if methods or len(cells) > 1 or len(cells) == len(row.cells) else []
+def _part(row: Row, kind: str) -> list[Cell]:
+    """The cells of one of the tables: columns, methods or looks. A step that others are compared with is no table."""
+    own = [cell for cell in row.cells if next((k for k in KINDS if k and cell.column.startswith(k)), "") == kind]
+    if kind == LOOK and own:
+        return [*(cell for cell in row.cells if cell.column == FLAT), *own]
+    return own if len(own) > 1 or len(own) == len(row.cells) else []
 
 
-def _meaning(methods: bool, device: str) -> str:
-    if methods:
+def _meaning(kind: str, device: str) -> str:
+    if kind == LOOK:
+        return (
+            "\nA look at the gradients of the whole batch, not private. flat: milliseconds and megabytes of a step; "
+            f"looks: share of {EVERY} such steps, beside the most that it should be."
+        )
+    if kind == METHOD:
         return (
             "\nMethods as make_private runs them, not compiled. flat: milliseconds and megabytes; the others: times as "
             "much, beside the most that it should be."
@@ -322,13 +334,13 @@ def _meaning(methods: bool, device: str) -> str:
 
 def _lines(row: Row, device: str) -> list[str]:
     """A row as it will stand in the tables."""
-    return [_line(row, methods, device) for methods in (False, True) if _part(row, methods)]
+    return [_line(row, kind, device) for kind in KINDS if _part(row, kind)]
 
 
-def _line(row: Row, methods: bool, device: str) -> str:
+def _line(row: Row, kind: str, device: str) -> str:
     title = row.title if device == "cpu" else f"{row.title}, {row.precision}"
-    words = _method_words if methods else _words if device == "cpu" else _gpu_words
-    return f"| {title} [{row.batch}] | " + " | ".join(words(cell) for cell in _part(row, methods)) + " |"
+    words = _method_words if kind else _words if device == "cpu" else _gpu_words
+    return f"| {title} [{row.batch}] | " + " | ".join(words(cell) for cell in _part(row, kind)) + " |"
 
 
 def _gpu_words(cell: Cell) -> str:
@@ -351,10 +363,16 @@ def _method_words(cell: Cell) -> str:
         return "–"
     if cell.column == FLAT:
         return f"{cell.milliseconds:.1f} ms" + (f", {cell.megabytes:.0f} MB" if cell.megabytes is not None else "")
-    words = _beside(cell.ratio, cell.target)
+    words = (_share if cell.column in LOOKS else _beside)(cell.ratio, cell.target)
     return words if cell.memory_ratio is None else f"{words}; memory {_beside(cell.memory_ratio, cell.memory_target)}"
 
 
 def _beside(ratio: float, target: float | None) -> str:
     """A ratio with its target, where it has one: 2.31× ≤ 2.5, or 2.71× > 2.5."""
     return f"{ratio:.2f}×" + (f" {'≤' if ratio <= target else '>'} {target:.4g}" if target is not None else "")
+
+
+def _share(ratio: float, target: float | None) -> str:
+    """A look as a share of the steps between two looks: 2.3 % ≤ 3."""
+    most = "" if target is None else f" {'≤' if ratio <= target else '>'} {100 * target / EVERY:.4g}"
+    return f"{100 * ratio / EVERY:.1f} %{most}"

@@ -1,12 +1,16 @@
-"""What a method's step may cost beside flat clipping's.
+"""What a method's step and a look at the gradients may cost beside flat clipping's step.
 
 Receives: a method.
-Gives: the most that its time and its memory should be, as multiples of flat's; None where nothing was promised.
+Gives: the most that its time and its memory should be, as multiples of flat's; None where nothing was promised; the
+same for a look every EVERY steps.
 """
 
 from __future__ import annotations
 
 from clipwise.methods import Method
+
+EVERY = 50  # steps from one look to the next
+LOOK_SHARE = 0.03  # the most of those steps' time that a look should take
 
 
 def targets(method: Method) -> tuple[float | None, float | None]:

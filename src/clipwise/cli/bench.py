@@ -30,6 +30,7 @@ def run(config: BenchConfig) -> str:
         device=config.device,
         precisions=config.precisions,
         methods=config.methods,
+        diagnostics=config.diagnostics,
     )
     rows = dict.fromkeys(row.row for row in table.rows) if config.profile else ()
     profiles = {row: _profile(row, config) for row in rows}

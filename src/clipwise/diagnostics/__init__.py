@@ -3,8 +3,9 @@
 Receives: per-sample gradients and methods; logits and labels.
 Gives: numbers marked ``not private``; on a public proxy they cost the training data nothing, and say that too.
 
-To read in this order: seen (one pass over a batch's gradients), bias (one method), measure (several methods, and the
-monitor of a run), window (over iterates), ntk (the tangent kernel under clipping), calibration (of predictions).
+To read in this order: seen (a batch's norms and mean), together (products of several weightings, in one pass), bias
+(what methods do), measure (all of it, and the monitor of a run), window (over iterates), ntk (the tangent kernel under
+clipping), calibration (of predictions).
 """
 
 from clipwise.diagnostics.bias import ClippingBias, Effect, clipping_bias

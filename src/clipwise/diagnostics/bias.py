@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen
+from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen, within
+from clipwise.diagnostics.together import products
 from clipwise.methods import Block, Method
 from clipwise.records import SampleGradients
 from clipwise.step import weigh
-from clipwise.types import Gradient, InputError, positive
+from clipwise.types import InputError, positive
 
 NOT_PRIVATE = "not private: for the data's owner only"
 
@@ -83,58 +84,72 @@ class Effect:
 def clipping_bias(gradients: SampleGradients, method: Method) -> ClippingBias:
     """The bias that ``method`` would have on these samples; several methods may look at the same gradients."""
     looked = seen(gradients)
-    return effect(looked, method, looked.mean()).whole
+    (found,), _ = effects(looked, [method], looked.mean())
+    return found.whole
 
 
-def effect(
+def effects(
     looked: Seen,
-    method: Method,
+    methods: Sequence[Method],
     true: Mean,
     *,
     noise_multiplier: float | None = None,
     expected_batch: float | None = None,
-) -> Effect:
-    """What ``method`` makes of the gradients that were seen, as an estimate of the mean ``true``.
+) -> tuple[list[Effect], Tensor]:
+    """What each method makes of the gradients that were seen, as an estimate of the mean ``true``; and ⟨v_i, ĝ⟩.
 
-    ``looked`` is what the method weighs: gradients at θ, or where its probe takes them. With the noise multiplier and
-    the expected batch, also the noise that would be released with it.
+    ``looked`` is what the methods weigh: gradients at θ, or where a probe takes them; they are read once for all
+    methods. With the noise multiplier and the expected batch, also the noise that would be released.
     """
     names = looked.gradients.names
-    blocks = method.blocks(names)
-    groups = [block.names for block in blocks]
-    norms = torch.stack([looked.sq_norms(group) for group in groups], 1).sqrt()  # [unit, block]
-    weights = weigh(blocks, norms)  # 0 for a gradient that is zero or was not finite
-    clipped = looked.gradients.weighted_sum(weights / looked.count, groups)
+    layers = layers_of(names)
+    parts = [names, *layers.values()]
+    squares = looked.sq_norms(parts)
+    medians = looked.kept(squares).sqrt().median(0).values.tolist()
+    weights: dict[str, list[Tensor]] = {name: [] for name in names}
+    clipped = []
+    for method in methods:
+        blocks = method.blocks(names)
+        norms = looked.sq_norms([block.names for block in blocks]).sqrt()  # [unit, block]
+        columns = (weigh(blocks, norms) / looked.count).unbind(1)  # 0 for a gradient that is zero or was not finite
+        for block, column in zip(blocks, columns, strict=True):
+            for name in block.names:
+                weights[name].append(column)
+        clipped.append(_clipped(looked, blocks, norms, parts, squares))
+    read = products(looked.gradients, {name: _stacked(own, looked) for name, own in weights.items()}, true.value)
+    found = []
+    for k, method in enumerate(methods):
+        noise = _noise(looked, method.blocks(names), method, noise_multiplier, expected_batch)
+        biases = [
+            _bias(
+                true.sq_norm(own),
+                *(sum(read.sums[name][k][which] for name in own) for which in range(2)),
+                clipped=clipped[k][i],
+                median_norm=medians[i],
+                noise=None if noise is None else math.sqrt(sum(noise[name] for name in own)),
+            )
+            for i, own in enumerate(parts)
+        ]
+        unseen = "feedback" if method.feedback else "momentum of each sample" if method.recall else ""
+        found.append(Effect(biases[0], dict(zip(layers, biases[1:], strict=True)), unseen))
+    return found, read.inner
+
+
+def _stacked(columns: list[Tensor], looked: Seen) -> Tensor:
+    return torch.stack(columns) if columns else looked.squares.new_zeros(0, len(looked.squares))
+
+
+def _clipped(
+    looked: Seen, blocks: Sequence[Block], norms: Tensor, parts: Sequence[Sequence[str]], squares: Tensor
+) -> list[float]:
+    """The share of samples that some block shortens, for each part of the parameters."""
     # by the method's own ω: the step's margin for rounding shortens every gradient a little
-    short = torch.stack([block.weigh(n) < 1 for block, n in zip(blocks, norms.unbind(1), strict=True)], 1)
-    short &= norms > 0
+    short = torch.stack([block.weigh(n) < 1 for block, n in zip(blocks, norms.unbind(1), strict=True)], 1) & (norms > 0)
     block_of = {name: i for i, block in enumerate(blocks) for name in block.names}
-    products = _products(true, clipped)
-    noise = _noise(looked, blocks, method, noise_multiplier, expected_batch)
-
-    def part(own: Sequence[str]) -> ClippingBias:
-        within = sorted({block_of[name] for name in own})
-        squares = looked.sq_norms(own)
-        shortened = short[:, within].any(1) & (squares > 0)
-        return _bias(
-            true.sq_norm(own),
-            *(sum(products[name][k] for name in own) for k in range(2)),
-            clipped=float(looked.kept(shortened).double().mean()),
-            median_norm=float(looked.kept(squares).sqrt().median()),
-            noise=None if noise is None else math.sqrt(sum(noise[name] for name in own)),
-        )
-
-    unseen = "feedback" if method.feedback else "momentum of each sample" if method.recall else ""
-    return Effect(part(names), {layer: part(own) for layer, own in layers_of(names).items()}, unseen)
-
-
-def _products(true: Mean, clipped: Gradient) -> dict[str, list[float]]:
-    """⟨g̃, g̃⟩ and ⟨g̃, ĝ⟩ of each parameter, in float64; one transfer from the device for all of them."""
-    rows = []
-    for name, mean in true.value.items():
-        own = clipped[name].double().flatten()
-        rows.append(torch.stack([own @ own, own @ mean.flatten()]))
-    return dict(zip(true.value, torch.stack(rows).tolist(), strict=True))
+    own = [sorted({block_of[name] for name in part}) for part in parts]
+    shortened = (short.to(squares) @ within(range(len(blocks)), own).to(squares) > 0) & (squares > 0)
+    shares: list[float] = looked.kept(shortened).double().mean(0).tolist()
+    return shares
 
 
 def _bias(gg: float, kk: float, kg: float, **known: Any) -> ClippingBias:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effect
+from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects
 from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen
 from clipwise.methods import Engine, Method
 from clipwise.records import SampleGradients, batch_size
@@ -131,24 +131,27 @@ def measure(
     one_of("data", data, NOTES)
     looked = seen(gradients)
     true = looked.mean()
-    found = {}
+    release = {"noise_multiplier": noise_multiplier, "expected_batch": expected_batch}
+    here = {str(method): method for method in methods if method.probe is None and method.unit == 1}
+    together, inner = effects(looked, list(here.values()), true, **release)
+    found = dict(zip(here, together, strict=True))
     for method in methods:
-        weighed = _weighed(looked, method, (taken or {}).get(str(method)))
-        found[str(method)] = effect(
-            weighed, method, true, noise_multiplier=noise_multiplier, expected_batch=expected_batch
-        )
+        if str(method) not in here:
+            own = _weighed(looked, method, (taken or {}).get(str(method)))
+            (found[str(method)],), _ = effects(own, [method], true, **release)
     edges, counts = _histogram(looked.kept(looked.squares.sum(1)).sqrt())
     layers = layers_of(gradients.names)
+    whole, *spreads = _spreads(looked, true, [gradients.names, *layers.values()])
     return Diagnosis(
         data=data,
         samples=gradients.samples,
         non_finite=int((~looked.finite).sum()),
-        spread=_spread(looked, true, gradients.names),
-        layers={layer: _spread(looked, true, own) for layer, own in layers.items()},
-        buckets=_buckets(looked, true),
+        spread=whole,
+        layers=dict(zip(layers, spreads, strict=True)),
+        buckets=_buckets(looked, true, inner),
         norm_edges=edges,
         norm_counts=counts,
-        methods=found,
+        methods={str(method): found[str(method)] for method in methods},
         step=step,
     )
 
@@ -209,34 +212,35 @@ class Monitor:
 
 
 def _weighed(looked: Seen, method: Method, taken: SampleGradients | None) -> Seen:
-    """What the method weighs: the gradients at θ, or its own; averaged where its unit is several samples."""
+    """What a method weighs that does not weigh each gradient at θ: its own, averaged where its unit is several."""
     if method.probe is not None and taken is None:
         raise InputError(
             f"{method.name} takes its gradients elsewhere than at θ, and they were not given; "
             "write taken={str(method): method.gradients(engine, rows)}"
         )
-    if taken is None and method.unit == 1:
-        return looked
     own = looked.gradients if taken is None else taken
     return seen((1 / method.unit) * own.merged(method.unit) if method.unit > 1 else own)
 
 
-def _spread(looked: Seen, true: Mean, names: Sequence[str]) -> Spread:
-    squares = looked.kept(looked.sq_norms(names))
+def _spreads(looked: Seen, true: Mean, parts: Sequence[Sequence[str]]) -> list[Spread]:
+    """One for each part of the parameters."""
+    squares = looked.kept(looked.sq_norms(parts))
     levels = torch.tensor(LEVELS, dtype=torch.float64, device=squares.device)
-    *values, square = torch.cat([squares.sqrt().quantile(levels), squares.mean()[None]]).tolist()
-    quantiles = {f"{level:.0%}": value for level, value in zip(LEVELS, values, strict=True)}
-    length = true.sq_norm(names)
-    # Σ ‖ĝ − g_i‖²/n = Σ ‖g_i‖²/n − ‖ĝ‖²
-    return Spread(quantiles, mean_length=math.sqrt(length), sampling_noise=max(0.0, square - length))
+    columns = torch.cat([squares.sqrt().quantile(levels, 0), squares.mean(0, keepdim=True)]).T.tolist()
+    found = []
+    for names, (*values, square) in zip(parts, columns, strict=True):
+        quantiles = {f"{level:.0%}": value for level, value in zip(LEVELS, values, strict=True)}
+        length = true.sq_norm(names)
+        # Σ ‖ĝ − g_i‖²/n = Σ ‖g_i‖²/n − ‖ĝ‖²
+        found.append(Spread(quantiles, mean_length=math.sqrt(length), sampling_noise=max(0.0, square - length)))
+    return found
 
 
-def _buckets(looked: Seen, true: Mean) -> tuple[Bucket, ...]:
+def _buckets(looked: Seen, true: Mean, inner: Tensor) -> tuple[Bucket, ...]:
     norms = looked.kept(looked.squares.sum(1)).sqrt()
     length = math.sqrt(true.sq_norm(looked.gradients.names))
     # cos(g_i, ĝ) = ⟨g_i, ĝ⟩/(‖g_i‖ ‖ĝ‖)
-    inner = looked.kept(looked.gradients.inner(true.value)).double()
-    cosines = torch.where(norms * length > 0, inner / (norms * length), 0.0)
+    cosines = torch.where(norms * length > 0, looked.kept(inner) / (norms * length), 0.0)
     order = norms.argsort()
     parts = [part for part in order.tensor_split(BUCKETS) if len(part)]
     return tuple(

@@ -6,7 +6,7 @@ Gives: Seen: squared norms by parameter; Mean, the true mean; samples whose grad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +42,9 @@ class Seen:
         """The number of samples with a finite gradient; 1 where there is none, so that means are zero."""
         return max(1, int(self.finite.sum()))
 
-    def sq_norms(self, names: Sequence[str]) -> Tensor:
-        """‖v_i‖² over these parameters. [sample]."""
-        own = self.gradients.names
-        return self.squares[:, [own.index(name) for name in names]].sum(1)
+    def sq_norms(self, groups: Sequence[Sequence[str]]) -> Tensor:
+        """‖v_i‖² over each group's parameters. [sample, group]."""
+        return self.squares @ within(self.gradients.names, groups).to(self.squares)
 
     def mean(self) -> Mean:
         """ĝ = (1/n) Σ v_i over the finite ones."""
@@ -75,3 +74,12 @@ def layers_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Layer → its parameters, as ``layerwise`` has them: what shares a module, weight and bias together."""
     blocks = layerwise().blocks(names)
     return {block.names[0].rpartition(".")[0] or "(model)": block.names for block in blocks}
+
+
+def within(names: Sequence[Hashable], groups: Sequence[Sequence[Hashable]]) -> Tensor:
+    """1 where a name belongs to a group, 0 elsewhere. [name, group]."""
+    place = {name: i for i, name in enumerate(names)}
+    table = torch.zeros(len(names), len(groups), dtype=torch.float64)
+    for column, group in enumerate(groups):
+        table[[place[name] for name in group], column] = 1
+    return table

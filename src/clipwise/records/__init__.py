@@ -8,7 +8,7 @@ layers and composites (each operation), kinds (the records), gradients (their al
 """
 
 from clipwise.records.capture import Capture, Loss, batch_size, per_sample, swapped, traced, trainable
-from clipwise.records.gradients import Groups, SampleGradients, written
+from clipwise.records.gradients import Groups, SampleGradients, widest, written
 
 __all__ = [
     "Capture",
@@ -20,5 +20,6 @@ __all__ = [
     "swapped",
     "traced",
     "trainable",
+    "widest",
     "written",
 ]

@@ -31,9 +31,9 @@ AGREE = 5e-2  # what fusing may change where a model computes in bfloat16, since
 Records = Mapping[str, tuple[Record, ...]]
 aten = torch.ops.aten
 NAMES = (aten.alias.default, aten.detach.default)  # another name of the same tensor
-NORMALISATIONS = (
-    *(aten.native_group_norm, aten.native_group_norm_backward),
-    *(aten.native_layer_norm, aten.native_layer_norm_backward),
+SHAPES = (  # the same numbers in the same order
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
 )
 COSTLY = (
     *(aten.var_mean.correction, aten.var.correction, aten.mean.dim, aten.sum.dim_IntList, aten.amax.default),
@@ -224,12 +224,12 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
     A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
     gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
     """
-    from torch._decomp import get_decompositions
+    from clipwise.records.decompositions import normalisations
 
     if any(node.target._schema.is_mutable for node in _operators(graph)):
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)
-    taken_apart = graph_of(relaid(graph), *example, decompositions=get_decompositions(NORMALISATIONS))
+    taken_apart = graph_of(relaid(graph), *example, decompositions=normalisations())
     return without_repeats(taken_apart)
 
 
@@ -267,6 +267,7 @@ def without_repeats(graph: Any) -> Any:
     """
     first: dict[Any, Any] = {}
     number: dict[Any, Any] = {}  # node → the first one with its value
+    shaped: dict[Any, Any] = {}  # node → what it is another shape of
     for node in list(graph.graph.nodes):
         operator_ = isinstance(node.target, torch._ops.OpOverload)
         if not operator_ and node.target is not operator.getitem:
@@ -275,6 +276,12 @@ def without_repeats(graph: Any) -> Any:
             continue
         if node.target in NAMES:
             same, worth = node.args[0], True
+        elif node.target in SHAPES and "val" in node.meta:
+            given = number.get(node.args[0], node.args[0])
+            root = shaped[node] = shaped.get(given, given)
+            shape = tuple(node.meta["val"].shape)
+            back = "val" in root.meta and tuple(root.meta["val"].shape) == shape
+            same, worth = root if back else first.setdefault((root, shape), node), False
         else:
             same = first.setdefault((node.target, _frozen(node.args, number), _frozen(node.kwargs, number)), node)
             worth = node.target in COSTLY or node.target is operator.getitem or _narrows(node)

@@ -6,7 +6,8 @@ Gives: scaling, sums, units, norms, inner products and weighted sums, without wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -163,14 +164,16 @@ class SampleGradients:
 
     @property
     def _dtype(self) -> torch.dtype:
-        dtype = torch.float32
-        for like in self.like.values():
-            dtype = torch.promote_types(dtype, like.dtype)
-        return dtype
+        return widest(self.like.values())
 
     def _zeros(self) -> Tensor:
         like = next(iter(self.like.values()))
         return torch.zeros(self.samples, dtype=self._dtype, device=like.device)
+
+
+def widest(values: Iterable[Tensor]) -> torch.dtype:
+    """The format that holds all of these, and float32."""
+    return functools.reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
 
 
 def written(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:

@@ -1,0 +1,91 @@
+"""Normalisations taken apart for a compiler, so that what a private step adds to them costs no pass of its own.
+
+Receives: nothing.
+Gives: for each normalisation, the same in operations that a compiler fuses.
+
+The per-sample gradients of a group normalisation's scale and shift are Σ b x̂ and Σ b over each channel's positions. Its
+input's gradient can be made of the same two sums, but the library's own decomposition makes it of others: a compiler
+would read b and x once more. Written as here, the two are the same nodes of the graph as those that
+``layers.group_norm`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def normalisations() -> Mapping[Any, Callable[..., Any]]:
+    """Decompositions for tracing; layer normalisations as the library takes them apart."""
+    from torch._decomp import get_decompositions
+
+    found: dict[Any, Any] = dict(get_decompositions((aten.native_layer_norm, aten.native_layer_norm_backward)))
+    found[aten.native_group_norm.default] = group_norm
+    found[aten.native_group_norm_backward.default] = group_norm_backward
+    return found
+
+
+def group_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    samples: int,
+    channels: int,
+    positions: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x̂ ⊙ w + bias, and the mean and 1/deviation of each group, [sample, group]."""
+    x = _wide(input).reshape(samples, groups, channels // groups, positions)
+    variance, mean = torch.var_mean(x, (2, 3), correction=0, keepdim=True)
+    rate = torch.rsqrt(variance + eps)
+    out = _normal(x, mean, rate)
+    for parameter, apply in ((weight, torch.mul), (bias, torch.add)):
+        if parameter is not None:
+            out = apply(out, _wide(parameter).reshape(1, groups, channels // groups, 1))
+    return out.reshape(input.shape).to(input.dtype), mean.squeeze((2, 3)), rate.squeeze((2, 3))
+
+
+def group_norm_backward(
+    gradient: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    rate: Tensor,
+    weight: Tensor | None,
+    samples: int,
+    channels: int,
+    positions: int,
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """∂x = r (w b − mean(w b) − x̂ mean(w b x̂)), the means over a group; and the gradients of scale and shift."""
+    split = (samples, groups, channels // groups, positions)
+    b, x = _wide(gradient), _wide(input).reshape(split)
+    mean, rate = (t.reshape(samples, groups, 1, 1) for t in (mean, rate))
+    normal = _normal(x, mean, rate)
+    # as ``layers._channels`` adds up what a channel has: [sample, channel]
+    along, total = (t.reshape(samples, 1, channels, positions).sum((1, 3)) for t in (b * normal.reshape(b.shape), b))
+    found: Tensor | None = None
+    if wanted[0]:
+        scale = (b.new_ones(()) if weight is None else _wide(weight)).expand(channels)
+        size = channels // groups * positions
+        back, away = (
+            (t * scale).reshape(samples, groups, channels // groups, 1).sum(2, keepdim=True) / size
+            for t in (along, total)
+        )
+        moved = b.reshape(split) * scale.reshape(1, groups, channels // groups, 1)
+        found = ((moved - away - normal * back) * rate).reshape(input.shape).to(input.dtype)
+    return found, along.sum(0) if wanted[1] else None, total.sum(0) if wanted[2] else None
+
+
+def _normal(x: Tensor, mean: Tensor, rate: Tensor) -> Tensor:
+    return (x - mean) * rate
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
