@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from clipwise import randomness
 from clipwise.randomness import SecureStream, SeededStream, Stream, keystream
 from clipwise.types import InputError
 
@@ -74,7 +77,7 @@ def test_the_tails_of_the_normals_hold_what_they_should(stream: Stream) -> None:
 
 @pytest.mark.parametrize("lag", [1, 2, 8, 1 << 14, 1 << 15, 1 << 16])
 def test_normals_and_their_squares_are_not_correlated_at_a_distance(stream: Stream, lag: int) -> None:
-    # 2¹⁴ is the distance between the sine and the cosine of one pair, 2¹⁵ and 2¹⁶ are block lengths
+    # 2¹⁵ is the distance between the sine and the cosine of one pair, 2¹⁶ the length of a block
     values = stream.normal([300_000])
     for series in (values, (values**2 - 1) / math.sqrt(2)):
         pairs = series[:-lag] * series[lag:]
@@ -154,7 +157,7 @@ def test_no_two_blocks_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         stream.normal([200_000])
         stream.uniform(200_000)
         stream.normal([1])
-    assert len(seen) == len(set(seen)) == 3 * (7 + 4 + 1)  # 2¹⁵ normals or 2¹⁶ uniforms a key
+    assert len(seen) == len(set(seen)) == 3 * (4 + 2 + 1)  # 2¹⁶ normals or 2¹⁷ uniforms a key
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (32_769,), (65_537,)])
@@ -225,3 +228,12 @@ def test_streams_say_their_names_and_refuse_a_bad_seed() -> None:
     for seed in (-1, 0.5, True):
         with pytest.raises(InputError, match="seed must be a whole number"):
             SeededStream(seed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("turned", [randomness._by_tangent, randomness._by_both])
+def test_both_ways_to_turn_a_radius_give_its_cosine_and_sine(turned: Any) -> None:
+    angle = np.concatenate([np.linspace(-math.pi, math.pi, 5), np.random.default_rng(0).uniform(-3.2, 3.2, 1001)])
+    radius = np.random.default_rng(1).uniform(0, 8, len(angle))
+    cosines, sines = turned(np.stack([angle, angle]), np.stack([radius, radius]))
+    np.testing.assert_allclose(cosines[1], radius * np.cos(angle), atol=1e-14, rtol=1e-14)
+    np.testing.assert_allclose(sines[1], radius * np.sin(angle), atol=1e-14, rtol=1e-14)

@@ -60,7 +60,10 @@ def noisy_all(
         _check(value)
         positive("scale", scale)
     positive("divisor", divisor)
-    out = [torch.empty_like(value, dtype=dtype, memory_format=torch.contiguous_format) for value in values]
+    sizes = [value.numel() for value in values]
+    kind = dtype if dtype is not None else values[0].dtype if values else None
+    room = torch.empty(sum(sizes), dtype=kind, device=values[0].device if values else None)  # one piece for all
+    out = [piece.view(value.shape) for piece, value in zip(room.split(sizes), values, strict=True)]
     given = [value.contiguous() for value in values]
     # every tensor begins with a program of its own, so that a program has one tensor
     programs = [-(-value.numel() // (4 * _THREADS)) for value in given]

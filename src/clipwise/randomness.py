@@ -8,6 +8,7 @@ Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -25,10 +26,10 @@ from torch import Tensor
 from clipwise import gpu_noise
 from clipwise.types import whole
 
-_BLOCK = 1 << 16  # words per key, half a megabyte: a thread's passes over a block stay in its core's cache
+_BLOCK = 1 << 17  # words per key, a megabyte: passes stay in the cache and seldom meet at the interpreter's lock
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
-_THREADS = 4  # the cipher, a third of the work, holds the interpreter's lock: more threads would wait for it
+_THREADS = 8  # at most: between their passes threads wait for the interpreter's lock
 
 
 class Stream(Protocol):
@@ -94,29 +95,54 @@ def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
 
 
 def _normals(out: NDArray[np.float64], start: tuple[bytes, bytes]) -> None:
-    """Half a block at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs, over ``out``.
-
-    In NumPy, whose logarithm and tangent are the fastest where there is AVX-512. One tangent gives sine and cosine:
-    with t = tan(θ/2), cos θ = (1 − t²)/(1 + t²) and sin θ = 2t/(1 + t²).
-    """
+    """Half a block at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs, over ``out``."""
     half, rest = (len(out) + 1) // 2, len(out) // 2
     u, v = _words(4 * half, *start).reshape(2, 2, half)  # [pair, output]
     # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0, so that the logarithm is finite
     u |= ~_MASK
-    radius = u * -(2.0**-53)
+    radius: NDArray[np.float64] = np.multiply(u, -(2.0**-53))
     np.log(radius, out=radius)
     np.negative(radius, out=radius)
     np.sqrt(radius, out=radius)
-    t = v * (math.pi * 2.0**-64)  # θ/2 from all bits of the word, −π/2 to π/2
-    np.tan(t, out=t)
+    angle: NDArray[np.float64] = np.multiply(v, 2 * math.pi * 2.0**-64)  # from all bits of the word, −π to π
+    cosines, sines = (_by_tangent if _fast_tangent() else _by_both)(angle, radius)
+    np.add(cosines[0], cosines[1], out=out[:half])
+    np.add(sines[0, :rest], sines[1, :rest], out=out[half:])
+
+
+@functools.cache
+def _fast_tangent() -> bool:
+    """Whether NumPy's tangent takes several numbers at a time, as it does with AVX-512; it says so since 2.1."""
+    try:
+        from numpy.lib.introspect import opt_func_info
+    except ImportError:
+        return False
+    found = opt_func_info(func_name="^tan$", signature="float64").get("tan", {})
+    return any(not kind["current"].startswith("baseline") for kind in found.values())
+
+
+def _by_tangent(angle: NDArray[np.float64], radius: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """r cos θ and r sin θ; with t = tan(θ/2) they are r (1 − t²)/(1 + t²) and r 2t/(1 + t²). Overwrites both."""
+    angle *= 0.5
+    t = np.tan(angle, out=angle)
     square = t * t
     radius /= square + 1
     cosines = np.subtract(1, square, out=square)
     cosines *= radius
     t *= radius
-    np.add(cosines[0], cosines[1], out=out[:half])
-    np.add(t[0, :rest], t[1, :rest], out=out[half:])
-    out[half:] *= 2
+    t *= 2
+    return cosines, t
+
+
+def _by_both(angle: NDArray[np.float64], radius: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
+    """The same by PyTorch's cosine and sine. A row is so short that PyTorch starts no threads of its own for it."""
+    sines = np.empty_like(angle)
+    for one, sine in zip(map(torch.from_numpy, angle), map(torch.from_numpy, sines), strict=True):
+        torch.sin(one, out=sine)
+        one.cos_()
+    angle *= radius
+    sines *= radius
+    return angle, sines
 
 
 class _ChaCha20(ABC):
@@ -137,7 +163,7 @@ class _ChaCha20(ABC):
         return out
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Independent standard normals, float64, of that shape; as many threads as PyTorch uses, up to four."""
+        """Independent standard normals, float64, of that shape; as many threads as PyTorch uses, up to eight."""
         out = _empty(math.prod(shape))
         blocks = _split(out, _BLOCK // 2)
         starts = [self._next(use=1) for _ in blocks]  # in order, whichever thread comes to them
@@ -188,9 +214,8 @@ class SecureStream(_ChaCha20):
     sees secret + noise can tell which secrets are possible (Mironov 2012 for Laplace; Jin et al. 2022 for pairs of
     normals). As Holohan & Braghin (2021) advise, each normal is a sum of independent draws, here two that share no
     pair (the sine and the cosine of one pair add up to a single cosine). Two outputs then hold four uniforms, and
-    undoing them means trying 2¹⁰⁶ values of two of these. This halves the speed (from 107 to 55 million normals a
-    second on a core where it was measured). It is a defence against known attacks, not a proof: the sampler is exact
-    to about 2⁻⁵³, and |z| < 12.13.
+    undoing them means trying 2¹⁰⁶ values of two of these. This doubles the work. It is a defence against known attacks,
+    not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13.
     """
 
     name = "chacha20"

@@ -42,7 +42,7 @@ EPOCHS = 20.0
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 ROWS = 1024  # evaluated at a time
-LOOKED_AT = 256  # test samples whose gradients are diagnosed
+LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, but 64
 LOOKS_APART = 50  # steps at least, so that looks cost little
 # the network for each data set, unless one is named; mlp for the others
 NETWORKS = {
@@ -269,7 +269,8 @@ def _monitor(config: TrainConfig, splits: Splits, every: int, beside: Sequence[M
     """A look at some of the test data; none where the method gives each sample public companions that rows lack."""
     if whole("diagnose_every", every, least=0) == 0 or methods.parse(config.method).companions:
         return None
-    rows = splits.test.rows(torch.arange(min(LOOKED_AT, config.chunk or LOOKED_AT, len(splits.test))))
+    most = min(LOOKED_AT, max(64, config.batch), config.chunk or LOOKED_AT, len(splits.test))
+    rows = splits.test.rows(torch.arange(most))
     return Monitor(rows, "evaluation", tuple(m for m in beside if not m.companions and m.feedback is None), every)
 
 

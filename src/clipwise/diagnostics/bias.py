@@ -1,6 +1,6 @@
 """Clipping bias: how far the mean of the weighted gradients is from the true mean.
 
-Receives: per-sample gradients of one batch and a method.
+Receives: per-sample gradients of one batch and methods, for which they are read together.
 Gives: ClippingBias, overall and for each layer, not private.
 """
 

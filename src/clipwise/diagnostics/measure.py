@@ -125,7 +125,8 @@ def measure(
     expression; its bias is still that of an estimate of the mean at θ. Methods that average p samples get p consecutive
     ones. ``noise_multiplier`` and ``expected_batch`` add the noise of a release.
 
-    Guarantees: no per-sample gradient is written out; nothing here reaches a ledger, a statement or a model.
+    Guarantees: at most a few samples' gradients of one parameter are written out at a time; nothing here reaches a
+    ledger, a statement or a model.
     Edge cases: an empty batch is an error; samples without a finite gradient are counted and left out.
     """
     one_of("data", data, NOTES)

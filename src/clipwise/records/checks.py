@@ -6,6 +6,7 @@ Gives: nothing, or an error that names the module and the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,8 @@ from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, InputError, Refused
 
 AGREES, HALF_AGREES = 1e-3, 5e-2  # how far norms and sums may be from the oracle's, of their size
-ROUNDING = 1e-5  # of each weight: about what a GPU's fast float32 convolutions lose
+AT_MOST, HALF_AT_MOST = 5e-2, 0.3  # the same where the network itself blows rounding up
+ROUNDING, HALF_ROUNDING = 1e-5, 2.0**-9  # of each weight: what fast float32 convolutions lose, and what bfloat16 does
 MODEL_MIXES = "the model may use the batch size or mix samples; check with clipwise.oracle.per_sample"
 READING_MIXES = (
     "whatever reads the samples (collate, a data set's rows) or takes their gradients (the method's probe) may mix "
@@ -114,14 +116,14 @@ def _tolerance(model: nn.Module, here: SampleGradients, again: Callable[[], Samp
     Some networks blow rounding up (many of a ReLU's inputs are at its kink), so that no two ways agree closely. How
     much this one does is seen by moving its weights by as much as rounding would.
     """
-    if _in_half(here):
-        return HALF_AGREES
+    half = _in_half(here)
+    least, most, rounding = (HALF_AGREES, HALF_AT_MOST, HALF_ROUNDING) if half else (AGREES, AT_MOST, ROUNDING)
     generator = torch.Generator().manual_seed(0)
     kept = {name: p.detach().clone() for name, p in trainable(model).items()}
     try:
         with torch.no_grad():
             for p in trainable(model).values():
-                p.mul_(1 + ROUNDING * torch.randn(p.shape, generator=generator).to(p))
+                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator).to(p))
         there = again()
     finally:
         with torch.no_grad():
@@ -130,7 +132,7 @@ def _tolerance(model: nn.Module, here: SampleGradients, again: Callable[[], Samp
     weights = torch.ones(here.samples, device=here.norms().device)
     before, after = _joint(here, weights).double(), _joint(there, weights).double()
     apart = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-12))
-    return min(HALF_AGREES, max(AGREES, 2 * apart if apart == apart else 0.0))
+    return min(most, max(least, 2 * apart if math.isfinite(apart) else 0.0))
 
 
 def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> None:

@@ -11,9 +11,10 @@ overwritten by the next one: use them before asking for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,10 +166,10 @@ class _Graphs:
             every[:samples] = weights
             return self._sum(flat, every)
 
-        # the ordinary algebra sees the real rows only
-        records = {name: tuple(_rows(r, samples) for r in rs) for name, rs in self._build(flat).items()}
+        build = self._build
         return GraphGradients(
-            records,
+            # the ordinary algebra sees the real rows only, and seldom sees any
+            _Later(lambda: {name: tuple(_rows(r, samples) for r in rs) for name, rs in build(flat).items()}),
             self.parameters,
             samples,
             losses[:samples],
@@ -177,6 +178,22 @@ class _Graphs:
             found=norms[:samples],
             add_up=add_up,
         )
+
+
+class _Later(Mapping[str, tuple[Record, ...]]):
+    """Records that are put together when somebody looks at them: for a hundred layers that takes a while."""
+
+    def __init__(self, make: Callable[[], Records]) -> None:
+        self._make = functools.cache(make)
+
+    def __getitem__(self, name: str) -> tuple[Record, ...]:
+        return self._make()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return len(self._make())
 
 
 def _agree(what: str, error: float, most: float) -> None:
@@ -255,6 +272,7 @@ def relaid(graph: Any) -> Any:
                 node.target = aten.contiguous.default
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # the order of what it reads may be another now
+    graph.graph.eliminate_dead_code()  # a quarter of a traced pass, which would be traced and compiled again
     graph.recompile()
     return graph
 

@@ -41,14 +41,18 @@ def group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x̂ ⊙ w + bias, and the mean and 1/deviation of each group, [sample, group]."""
-    x = _wide(input).reshape(samples, groups, channels // groups, positions)
-    variance, mean = torch.var_mean(x, (2, 3), correction=0, keepdim=True)
+    x = _wide(input)
+    grouped = x.reshape(samples, groups, channels // groups, positions)
+    variance, mean = torch.var_mean(grouped, (2, 3), correction=0, keepdim=True)
     rate = torch.rsqrt(variance + eps)
-    out = _normal(x, mean, rate)
-    for parameter, apply in ((weight, torch.mul), (bias, torch.add)):
-        if parameter is not None:
-            out = apply(out, _wide(parameter).reshape(1, groups, channels // groups, 1))
-    return out.reshape(input.shape).to(input.dtype), mean.squeeze((2, 3)), rate.squeeze((2, 3))
+    if weight is None and bias is None:
+        out = _normal(x, mean, rate, channels)
+    else:  # x p + s with numbers p and s of each channel, [sample, channel]
+        scale = _each(rate, x, channels)
+        scale = scale if weight is None else scale * _over(_wide(weight), x)
+        shift = -_each(mean, x, channels) * scale
+        out = x * scale + (shift if bias is None else shift + _over(_wide(bias), x))
+    return out.to(input.dtype), mean.squeeze((2, 3)), rate.squeeze((2, 3))
 
 
 def group_norm_backward(
@@ -64,27 +68,39 @@ def group_norm_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """∂x = r (w b − mean(w b) − x̂ mean(w b x̂)), the means over a group; and the gradients of scale and shift."""
-    split = (samples, groups, channels // groups, positions)
-    b, x = _wide(gradient), _wide(input).reshape(split)
+    b, x = _wide(gradient), _wide(input)
     mean, rate = (t.reshape(samples, groups, 1, 1) for t in (mean, rate))
-    normal = _normal(x, mean, rate)
-    # as ``layers._channels`` adds up what a channel has: [sample, channel]
-    along, total = (t.reshape(samples, 1, channels, positions).sum((1, 3)) for t in (b * normal.reshape(b.shape), b))
+    along, total = (  # as ``layers._channels`` adds up what a channel has: [sample, channel]
+        t.reshape(samples, 1, channels, positions).sum((1, 3)) for t in (b * _normal(x, mean, rate, channels), b)
+    )
     found: Tensor | None = None
     if wanted[0]:
-        scale = (b.new_ones(()) if weight is None else _wide(weight)).expand(channels)
+        scale = b.new_ones(channels) if weight is None else _wide(weight)
         size = channels // groups * positions
         back, away = (
             (t * scale).reshape(samples, groups, channels // groups, 1).sum(2, keepdim=True) / size
             for t in (along, total)
         )
-        moved = b.reshape(split) * scale.reshape(1, groups, channels // groups, 1)
-        found = ((moved - away - normal * back) * rate).reshape(input.shape).to(input.dtype)
+        # the same as b p + x q + s with numbers p, q and s of each channel: shapes stay as they lie in memory
+        p = _each(rate, x, channels) * _over(scale, x)
+        q, s = -rate * rate * back, (mean * rate * back - away) * rate
+        found = (b * p + x * _each(q, x, channels) + _each(s, x, channels)).to(input.dtype)
     return found, along.sum(0) if wanted[1] else None, total.sum(0) if wanted[2] else None
 
 
-def _normal(x: Tensor, mean: Tensor, rate: Tensor) -> Tensor:
-    return (x - mean) * rate
+def _normal(x: Tensor, mean: Tensor, rate: Tensor, channels: int) -> Tensor:
+    return (x - _each(mean, x, channels)) * _each(rate, x, channels)
+
+
+def _each(of_groups: Tensor, like: Tensor, channels: int) -> Tensor:
+    """What each group has, [sample, group, 1, 1], for each of its channels: [sample, channel, 1, …]."""
+    samples, groups = of_groups.shape[:2]
+    spread = of_groups.reshape(samples, groups, 1).expand(samples, groups, channels // groups)
+    return spread.reshape(samples, channels, *(1,) * (like.dim() - 2))
+
+
+def _over(of_channels: Tensor, like: Tensor) -> Tensor:
+    return of_channels.reshape(1, -1, *(1,) * (like.dim() - 2))
 
 
 def _wide(t: Tensor) -> Tensor:
