@@ -108,7 +108,7 @@ def _recorded(take: Callable[[], None]) -> Callable[[], None]:
 def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> Step:
     """This library: flat clipping, then SGD; noise from a seeded generator, as the peers draw theirs by default.
 
-    ``compiled``: through compiled graphs, channels last for images; without ``noise`` it stops at the private sum.
+    ``compiled``: through compiled graphs, channels last for images; without ``noise`` it trains on the private sum.
     """
     from clipwise.methods import flat
     from clipwise.noise import release
@@ -131,11 +131,12 @@ def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> 
 
     def take() -> None:
         private, _ = private_sum(method, parameters, [capture(batch)], alone=True)
-        if not noise:
-            return
-        released = release(private, event, stream, case.batch, torch.float32)
+        if noise:
+            update = release(private, event, stream, case.batch, torch.float32).gradient
+        else:
+            update = {name: value / case.batch for part in private.parts for name, value in part.value.items()}
         for name, parameter in parameters.items():
-            parameter.grad = released.gradient[name]
+            parameter.grad = update[name]
         optimizer.step()
 
     return Step(model, take)
@@ -280,6 +281,7 @@ def _for_opacus(case: Case) -> nn.Module:
 COLUMNS: dict[str, Callable[[Case], Step]] = {
     "plain": plain,
     "clipwise": clipwise_step,
+    "without_noise": partial(clipwise_step, noise=False),
     "vmap": vmap_step,
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,
@@ -291,13 +293,13 @@ GPU_COLUMNS: dict[str, Callable[[Case], Step]] = {
     "graph": graph,
     "channels_last": channels_last,
     "clipwise": partial(clipwise_step, compiled=True),
-    "clipwise_sum": partial(clipwise_step, compiled=True, noise=False),
+    "without_noise": partial(clipwise_step, compiled=True, noise=False),
     "clipwise_eager": clipwise_step,
     "vmap": vmap_step,
     "opacus_hooks": opacus_hooks,
     "opacus_ghost": opacus_ghost,
 }
-ON_REQUEST = ("clipwise_sum", "clipwise_eager")  # parts of the step, measured only where they are named
+ON_REQUEST = ("without_noise", "clipwise_eager")  # parts of the step, measured only where they are named
 METHOD = "method "  # how a column of this library's own method begins, such as "method psac"
 LOOK = "look, "  # how a column of diagnostics begins
 LOOKS = {
