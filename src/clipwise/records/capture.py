@@ -175,14 +175,15 @@ def check_losses(losses: Any, samples: int) -> None:
 
 
 def traced(
-    model: nn.Module, loss: Loss, batch: Batch, then: Callable[[SampleGradients], Any]
+    model: nn.Module, loss: Loss, batch: Batch, then: Callable[[SampleGradients], Any], plan: Plan | None = None
 ) -> Callable[[dict[str, Tensor], Batch], Any]:
     """``then`` of the per-sample gradients, as one graph: a pure function of parameters and batch.
 
     Forward, backward, and whatever ``then`` makes of the records (norms, weights, sums) become one graph without side
     effects, so ``torch.compile(..., fullgraph=True)`` sees all of it. The graph is for batches of this shape.
+    ``plan`` where a capture has made it already: for a large model that takes a while.
     """
-    plan = Capture(model, loss).plan(batch, trainable(model))
+    known = Capture(model, loss).plan(batch, trainable(model)) if plan is None else plan
 
     def function(parameters: dict[str, Tensor], batch: Batch) -> Any:
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
@@ -190,7 +191,7 @@ def traced(
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
         recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
         with swapped(model, own), torch.backends.cudnn.flags(enabled=not recurrent):
-            return then(recorded(model, loss, batch, plan, own))
+            return then(recorded(model, loss, batch, known, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)
 

@@ -118,7 +118,9 @@ class _Graphs:
             self._sites = gradients.sites
             return gradients.norms(groups), gradients.losses, flat
 
-        graph = traced(model, loss, batch, first)
+        eager = Capture(model, loss)
+        expected = eager(batch).norms(groups)
+        graph = traced(model, loss, batch, first, eager.plan(batch, self.parameters))
         values = {name: p.detach() for name, p in self.parameters.items()}
         if "backend" not in options:  # only torch's own compiler takes normalisations apart
             graph = lean(graph, values, batch)
@@ -135,7 +137,7 @@ class _Graphs:
             graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None)
         )
         self._forward, self._sum = forward, backward
-        self._check(Capture(model, loss)(batch).norms(groups), batch)
+        self._check(expected, batch)
 
     def _check(self, eager: Tensor, batch: Batch) -> None:
         """Refuse graphs whose norms or sums are not the eager pass's: a compiler's mistake can be a privacy failure."""
