@@ -205,3 +205,32 @@ def test_the_compiler_is_told_not_to_pad_rows(monkeypatch: pytest.MonkeyPatch) -
     names = tuple(trainable(net))
     CompiledCapture(net, loss, ROWS, [names], {"options": {"max_autotune": True}})(batch(ROWS))
     assert [options["options"] for options in given] == 2 * [{"max_autotune": True, "comprehensive_padding": False}]
+
+
+class Pooled(nn.Module):
+    """The mean over what a mask keeps: without a finite gradient where it keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        kept: Tensor = self.inner(x).relu() * mask[..., None]
+        return self.outer(kept.sum(1) / mask.sum(1, keepdim=True))
+
+
+def test_rows_that_fill_a_chunk_add_nothing_even_where_zeros_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    net = Pooled()
+
+    def pooled_loss(model: nn.Module, rows: Any) -> Tensor:
+        return F.cross_entropy(model(rows[0], rows[1]), rows[2], reduction="none")
+
+    rows = (torch.randn(3, 5, 3), torch.ones(3, 5), torch.tensor([0, 1, 1]))
+    names = [tuple(trainable(net))]
+    fast = CompiledCapture(net, pooled_loss, ROWS, names, {"backend": "aot_eager"})(rows)
+    slow = Capture(net, pooled_loss)(rows)
+    weights = torch.rand(3, 1)
+    first, second = fast.weighted_sum(weights, names), slow.weighted_sum(weights, names)
+    for name in second:
+        torch.testing.assert_close(first[name], second[name])

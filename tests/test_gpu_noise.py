@@ -332,6 +332,15 @@ def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: s
     )
 
 
+def test_many_tensors_are_divided_and_rounded_once_to_another_format(device: str) -> None:
+    sizes, divisor = [3, 513, 1], 7.0
+    values = [torch.arange(size, dtype=torch.float64, device=device) for size in sizes]
+    exact = gpu_noise.noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE)
+    found = gpu_noise.noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE, divisor, torch.float32)
+    for one, other in zip(exact, found, strict=True):
+        assert other.dtype == torch.float32 and torch.equal(other, (one / divisor).float())
+
+
 def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_error() -> None:
     for values, scales in (([torch.zeros(2), torch.zeros(2).double()], [1.0, 1.0]), ([torch.zeros(2)], [1.0, 2.0])):
         with pytest.raises(InputError, match="one format and device"):

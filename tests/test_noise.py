@@ -237,3 +237,27 @@ def test_the_secure_generator_is_the_default_and_is_fresh_each_time() -> None:
         assert private.statement().generator == SecureStream.name
         ends.append(model.weight.detach().clone())
     assert not torch.equal(*ends)
+
+
+def test_a_release_is_over_the_divisor_and_rounded_once_but_its_counts_are_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(3, 4, generator=generator), torch.randn(5, generator=generator, dtype=torch.float64)
+    parts = (
+        Part({"a": a}, 0.5, 0.25),
+        Part({"b": b}, 3.0, 0.5),
+        Part({"count": torch.tensor(7.0, dtype=torch.float64)}, 0.5, 0.25, is_count=True),
+    )
+    released = release(PrivateSum(parts), EVENT, SeededStream(3), divisor=32.0, dtype=torch.float32)
+    noise = SeededStream(3).normal([18])
+    scales = [1.7 * 0.5 / math.sqrt(0.25), 1.7 * 3.0 / math.sqrt(0.5), 1.7 * 0.5 / math.sqrt(0.25)]
+    expected = (a.double() + scales[0] * noise[:12].view(3, 4)) / 32, (b + scales[1] * noise[12:17]) / 32
+    for name, value in zip("ab", expected, strict=True):
+        assert released.gradient[name].dtype == torch.float32 and torch.equal(released.gradient[name], value.float())
+    assert released.deviation == {"a": scales[0] / 32, "b": scales[1] / 32}
+    assert torch.equal(released.counts["count"], 7.0 + scales[2] * noise[17])
+
+
+@pytest.mark.parametrize("divisor", [0.0, -2.0, math.nan])
+def test_a_divisor_is_positive(divisor: float) -> None:
+    with pytest.raises(InputError, match="divisor must be"):
+        release(nothing(cw.flat()), EVENT, SeededStream(1), divisor)

@@ -350,3 +350,58 @@ def test_the_method_of_the_next_step_comes_from_what_was_released(text: str) -> 
         private.step(batch)
     assert len(set(bounds)) > 1
     assert parse(str(private.method)).bound == private.method.bound
+
+
+@pytest.mark.parametrize("post", [None, "heavy_ball(0.9)", "average(0.1)"])
+def test_an_optimizer_that_writes_into_its_gradients_changes_nothing_that_is_kept(post: str | None) -> None:
+    ends, kept = [], []
+    for foreach in (False, True):  # SGD with Nesterov's momentum and foreach writes into gradients
+        model = mlp(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+        private = cw.make_private(
+            model,
+            optimizer,
+            data(torch.float32),
+            noise_multiplier=1.5,
+            steps=4,
+            batch=20,
+            noise=SEED,
+            delta=1e-3,
+            post=post,
+        )
+        for batch in private.batches():
+            private.step(batch)
+        assert private.state.released is not None
+        ends.append(theta(model))
+        kept.append(torch.cat([value.flatten() for value in private.state.released.values()]))
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(kept[0], kept[1])
+
+
+def test_a_filter_is_told_the_deviation_that_the_released_gradient_has() -> None:
+    told: list[float] = []
+
+    def listening(state: Any, gradient: Any, noise: Any) -> tuple[Any, Any]:
+        told.extend(noise.values())
+        return state, gradient
+
+    model = mlp()
+    private = private_for(model, steps=60, batch=20)
+    private._post = replace(private._post, apply=listening)
+    away = []
+    for batch in private.batches():
+        before = sample_gradients(model, batch.indices)
+        private.step(batch)
+        weights = np.minimum(1, 1 / np.linalg.norm(before, axis=1)) if len(before) else np.zeros(0)
+        assert private.state.released is not None
+        mean = torch.cat([value.double().flatten() for value in private.state.released.values()]).numpy()
+        away.append(mean - (weights @ before if len(before) else 0) / 20)
+    assert set(told) == {1.5 / 20}  # σ C over the expected batch
+    assert float(np.std(away)) == pytest.approx(1.5 / 20, rel=0.05)
+
+
+def test_a_second_chunk_is_refused_where_one_was_promised() -> None:
+    values = {"w": torch.ones(2, 3)}
+    chunk = written(values, {"w": torch.zeros(3)})
+    with pytest.raises(InputError, match="expected one chunk"):
+        private_sum(cw.flat(), {"w": torch.zeros(3)}, [chunk, chunk], alone=True)

@@ -1,7 +1,7 @@
 """Gaussian noise on the GPU: ChaCha20 and Box–Muller in one Triton kernel, so that nothing random crosses the bus.
 
 Receives: a CUDA tensor, the noise's scale, and a key and nonce that no other call has.
-Gives: the tensor with noise added, in its own format.
+Gives: the tensor with noise added; many tensors also over a divisor, and in another format.
 
 The numbers mean what they mean on the CPU (``randomness``): 53-bit uniforms, and every normal is the sum of two draws
 that share no Box–Muller pair. One ChaCha20 block is 16 words, 8 uniforms, 4 pairs: 4 outputs. Of B blocks, block b

@@ -41,6 +41,7 @@ def release(
         names = ", ".join(kind.__name__ for kind in EVENTS)
         raise InputError(f"expected an event of {names}, got {type(event).__name__}")
     sigma = positive("noise_multiplier", event.noise_multiplier)
+    positive("divisor", divisor)
     if not isinstance(private, PrivateSum):
         raise InputError(f"only a PrivateSum can be released, got {type(private).__name__}")
     covered = event.memory * private.parts[0].bound if isinstance(event, MemoryGaussian) else 0.0

@@ -219,7 +219,8 @@ class Private:
         filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
         self.state = PublicState(past, released.gradient, filtered)
         for name, parameter in parameters.items():
-            parameter.grad = update[name].to(parameter.dtype)
+            # a copy: an optimizer may write into its gradients, and these are what was released or a filter's state
+            parameter.grad = update[name].to(parameter.dtype, copy=True)
         self._stepping = True
         try:
             self.optimizer.step()
@@ -289,11 +290,16 @@ class Private:
 
     @property
     def _in_one_chunk(self) -> bool:
-        return self.method.unit == 1 and len(self._indices) <= max(1, self._chunk // self.method.rows)
+        return self.method.unit == 1 and len(self._indices) <= self._at_once
+
+    @property
+    def _at_once(self) -> int:
+        """Samples in a chunk, each of which may be several rows."""
+        return max(1, self._chunk // self.method.rows)
 
     def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
         """v_i chunk by chunk; units of several samples come whole."""
-        method, size = self.method, max(1, self._chunk // self.method.rows)
+        method, size = self.method, self._at_once
         # one seed for the step: a sample's views and companions are its own, whatever the chunks
         seed = int(batch.stream.uniform(1).item() * 2**53) if method.probe is not None else 0
         if method.unit == 1:

@@ -1,7 +1,7 @@
 """The path of a gradient, on one page: per-sample gradients → weights → one bounded sum → noise → a public gradient.
 
 Receives: a method, per-sample gradients chunk by chunk, and the event to make of them.
-Gives: the private sum; ``noise.release`` makes it public, and the caller divides by the expected batch.
+Gives: the private sum; ``noise.release`` makes it public, over the expected batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from clipwise.methods import Block, Feedback, Method
 from clipwise.records import SampleGradients
-from clipwise.types import Gradient, Part, PrivateSum
+from clipwise.types import Gradient, InputError, Part, PrivateSum
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
@@ -58,19 +58,22 @@ def private_sum(
         norms = gradients.norms(groups)  # [sample, block]
         finite = norms.isfinite().all(1)
         infinite = _soon((~finite).sum())
-        weights = torch.where(finite[:, None], weigh(blocks, norms), 0.0)  # [sample, block]
+        known = torch.where(finite[:, None], norms, 0.0)
+        weights = torch.where(finite[:, None], weigh(blocks, known), 0.0)  # [sample, block]
         sums = gradients.weighted_sum(weights, groups)  # before it is known whether it holds: a GPU need not wait
         if infinite():
-            gradients, norms = gradients.masked(finite), torch.where(finite[:, None], norms, 0.0)
+            gradients = gradients.masked(finite)
             sums = gradients.weighted_sum(weights, groups)
         if alone and residual is None:
+            if total:
+                raise InputError("expected one chunk, got another: write alone=False")
             total = sums
         else:
             _add(sums, total)
         if residual is not None:
             _add(gradients.weighted_sum(torch.where(finite[:, None], 1 - weights, 0.0), groups), residual)
         if method.count is not None:
-            values = method.count.of(norms.square().sum(1).sqrt()).clamp(-0.5, 0.5)  # whatever the method says
+            values = method.count.of(known.square().sum(1).sqrt()).clamp(-0.5, 0.5)  # whatever the method says
             count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
         samples, lost = samples + gradients.samples, lost + infinite()
     for added in (total, residual):
@@ -88,9 +91,10 @@ def _soon(number: Tensor) -> Callable[[], int]:
     """A number that a GPU may still be computing: asked for later, it waits for nothing that was launched since."""
     if not number.is_cuda:
         return lambda: int(number)
-    here = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)
+    here = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
+    here.copy_(number, non_blocking=True)
     there = torch.cuda.Event()
-    there.record()
+    there.record(torch.cuda.current_stream(number.device))  # not that of the device that happens to be the current one
 
     def wait() -> int:
         there.synchronize()

@@ -127,6 +127,8 @@ def _gamma_deviations(measured: float, mean: float, variance: float) -> float:
     """
     from scipy.stats import gamma, norm
 
+    if variance == 0:  # a fair coin's square is always the same
+        return 0.0 if measured == mean else math.inf
     shape, scale = mean**2 / variance, variance / mean
     above, below = gamma.sf(measured, shape, scale=scale), gamma.cdf(measured, shape, scale=scale)
     return float(norm.isf(max(above, 1e-300)) if above < below else -norm.isf(max(below, 1e-300)))

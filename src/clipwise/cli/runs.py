@@ -42,7 +42,7 @@ EPOCHS = 20.0
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 ROWS = 1024  # evaluated at a time
-LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, but 64
+LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
 LOOKS_APART = 50  # steps at least, so that looks cost little
 # the network for each data set, unless one is named; mlp for the others
 NETWORKS = {

@@ -77,10 +77,10 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
         model.eval()  # with dropout a batch and its samples one by one are different draws
         capture = Capture(model, loss)
         fast, slow = capture(batch), oracle.per_sample(model, loss, batch)
-        tolerance = _tolerance(model, fast, lambda: capture(batch))
-        _agree("norms", fast.norms(), slow.norms(), tolerance, MODEL_MIXES)
+        for_norms, for_sums = _tolerances(model, fast, lambda: capture(batch))
+        _agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
-        _agree("sums", _joint(fast, weights), _joint(slow, weights), tolerance, MODEL_MIXES)
+        _agree("sums", _joint(fast, weights), _joint(slow, weights), for_sums, MODEL_MIXES)
 
 
 def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
@@ -94,10 +94,10 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         places = torch.arange(samples)
         together, each = gradients(places), [gradients(place) for place in places.split(1)]
         weights = torch.linspace(0.5, 1.5, samples, device=together.norms().device)
-        tolerance = _tolerance(model, together, lambda: gradients(places))
-        _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), tolerance, READING_MIXES)
+        for_norms, for_sums = _tolerances(model, together, lambda: gradients(places))
+        _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
         parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
-        _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), tolerance, READING_MIXES)
+        _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
 
 
 def modes(model: nn.Module) -> tuple[tuple[type, bool], ...]:
@@ -110,29 +110,35 @@ def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
     return torch.cat([summed[name].flatten() for name in gradients.names])
 
 
-def _tolerance(model: nn.Module, here: SampleGradients, again: Callable[[], SampleGradients]) -> float:
-    """How far apart two ways to compute the same gradients may come out.
+def _tolerances(model: nn.Module, here: SampleGradients, again: Callable[[], SampleGradients]) -> tuple[float, float]:
+    """How far apart two ways to compute the same norms may come out, and the same sums.
 
     Some networks blow rounding up (many of a ReLU's inputs are at its kink), so that no two ways agree closely. How
     much this one does is seen by moving its weights by as much as rounding would.
     """
     half = _in_half(here)
     least, most, rounding = (HALF_AGREES, HALF_AT_MOST, HALF_ROUNDING) if half else (AGREES, AT_MOST, ROUNDING)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     kept = {name: p.detach().clone() for name, p in trainable(model).items()}
     try:
         with torch.no_grad():
             for p in trainable(model).values():
-                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator).to(p))
+                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
         there = again()
     finally:
         with torch.no_grad():
             for name, p in trainable(model).items():
                 p.copy_(kept[name])
     weights = torch.ones(here.samples, device=here.norms().device)
-    before, after = _joint(here, weights).double(), _joint(there, weights).double()
+    moved = ((here.norms(), there.norms()), (_joint(here, weights), _joint(there, weights)))
+    norms, sums = (_apart(before.double(), after.double()) for before, after in moved)
+    return min(most, max(least, 2 * norms)), min(most, max(least, 2 * sums))
+
+
+def _apart(before: Tensor, after: Tensor) -> float:
+    """The difference's length beside the first one's; 0 where that is not a number."""
     apart = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-12))
-    return min(most, max(least, 2 * apart if math.isfinite(apart) else 0.0))
+    return apart if math.isfinite(apart) else 0.0
 
 
 def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> None:

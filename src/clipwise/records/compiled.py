@@ -96,12 +96,13 @@ class CompiledCapture:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    """Zeros to the end: their weight is zero, so they cost nothing in the sum and nothing in accounting."""
-    if rows.shape[0] == size:
-        return rows
-    out = rows.new_zeros(size, *rows.shape[1:])
-    out[: rows.shape[0]] = rows
-    return out
+    """The first row again, to the end: of weight zero, so that it costs nothing in the sum nor in accounting.
+
+    Not rows of zeros: a model may have no finite gradient there, and zero times that is not zero. What is not finite
+    in a copy is not finite in the row itself, which is seen.
+    """
+    missing = size - rows.shape[0]
+    return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
 class _Graphs:
@@ -282,6 +283,7 @@ def relaid(graph: Any) -> Any:
 def without_repeats(graph: Any) -> Any:
     """The graph with every costly operation of the same arguments done once.
 
+    The graph must be functional, as ``lean`` makes it: in place, equal calls may give different values.
     What is cheap is left repeated: to do it again from a narrow tensor costs less than to keep its result, which a
     compiler would then have to write. Random operations are never repeats.
     """
