@@ -644,7 +644,8 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
     named = {"python", "clipwise", "torch", "numpy", "scipy", "dp-accounting", "cryptography"}
     assert set(values["versions"]) == named and "not installed" not in values["versions"].values()
     assert "clipwise.accounting.selection" in statement.text()  # where a user who chose among runs looks
-    text = statement.text()
+    assert max(map(len, statement.text().splitlines())) <= 80
+    text = " ".join(statement.text().split())
     for part in ("add or remove one sample", "Poisson, rate 0.1", "grid 0.0001", "chacha20", *statement.excluded):
         assert part in text
     assert all(part in text for part in statement.refused)

@@ -403,6 +403,19 @@ def test_the_command_prints_a_verdict_for_each_audit(capsys: pytest.CaptureFixtu
     assert found["passed"] and {row["audit"] for row in found["rows"]} >= {"step", "one run", "noise and sampling"}
 
 
+def test_an_attack_that_could_not_refute_the_claim_is_marked_and_the_mark_explained() -> None:
+    rows = [
+        Row("flat", "step", 7.0, 6.0, 500.0, True, ""),
+        Row("flat", "one run", 7.0, 1.0, 2.0, True, ""),
+        Row("flat", "ledger", 7.0, 6.9, 6.9, True, ""),
+        Row("flat", "noise and sampling", None, None, None, True, ""),
+    ]
+    text = command._text(Plan(), rows, {}, None)
+    assert [line.split()[-1] for line in text.splitlines()[1:5]] == ["holds", "holds*", "holds", "holds"]
+    assert "could show: the ε" in text and "holds*: too weak to refute" in text
+    assert "holds*" not in command._text(Plan(), rows[:1], {}, None)
+
+
 def test_the_table_of_all_methods_fits_into_80_columns_and_cuts_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(method) for method in registered()]
     audits = ("ledger", "sampled step, phase 2", "sampled step, curved", "whole runs", "one run (retrained)")
@@ -412,6 +425,8 @@ def test_the_table_of_all_methods_fits_into_80_columns_and_cuts_no_word(capsys: 
     assert [line.split()[0] for line in text.splitlines() if "ledger" in line] == [m.name for m in registered()]
     for memory in ("full", "none", "blocks", "bounded"):
         assert f"dice {memory} " in text
+    weak = command._text(Plan(), [replace(each, ceiling=2.0) for each in rows], {}, None)
+    assert max(map(len, weak.splitlines())) <= 80 and "…" not in weak
 
 
 def test_methods_of_one_name_are_told_apart_by_their_settings_or_by_a_number_that_is_explained() -> None:

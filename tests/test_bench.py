@@ -147,7 +147,7 @@ def test_the_table_holds_times_memory_and_ratios_to_plain() -> None:
     assert private.ratio == pytest.approx(private.milliseconds / plain.milliseconds)
     assert private.megabytes > 0 and private.missing is None
     assert table.threads == torch.get_num_threads()
-    assert f"{private.ratio:.2f}× (memory" in as_text(table)
+    assert f"{private.ratio:.2f}× (memory" in as_text(table) and "milliseconds and megabytes" in as_text(table)
 
 
 def test_a_table_measured_on_a_busy_machine_says_so() -> None:
@@ -178,7 +178,7 @@ def test_a_peer_that_fails_leaves_a_dash_and_the_reason(monkeypatch: pytest.Monk
     table = bench(["mnist_cnn"], ["opacus_ghost"], rounds=1, memory=False, batch=2)
     cell = table.rows[0].cells[1]
     assert cell.milliseconds is None and cell.missing == "ModuleNotFoundError: No module named 'opacus'"
-    assert as_text(table).endswith("– opacus_ghost on MNIST CNN: ModuleNotFoundError: No module named 'opacus'")
+    assert as_text(table).endswith(f"– opacus_ghost on MNIST CNN: {cell.missing}: write pip install 'clipwise[bench]'")
     assert " | – |" in as_text(table)
 
 
@@ -210,6 +210,15 @@ def test_a_row_is_told_as_soon_as_it_is_measured_and_a_profile_follows_the_table
     (line,) = [line for line in shown.out.splitlines() if line.startswith("| MNIST CNN [2]")]
     assert shown.err.index(line) < shown.err.index("LSTM, 50 tokens, float32: warming up plain")
     assert shown.out.index(line) < shown.out.index("mnist_cnn, the slowest layers")
+    assert "megabytes" not in shown.out
+
+
+def test_on_a_terminal_a_row_is_shown_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    command = ["bench", "--rows", "mnist_cnn", "--columns", "clipwise", "--rounds", "1", "--batch", "2", "--no-memory"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    assert "warming up" in shown.err and "| MNIST" not in shown.err and shown.out.count("| MNIST") == 1
 
 
 def test_a_column_that_fails_while_it_is_timed_loses_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,8 @@ def test_compare_lays_methods_side_by_side(capsys: pytest.CaptureFixture[str], h
     assert main([*words, "--folder", "runs/first"]) == 0
     shown = capsys.readouterr()
     assert "adaptive @ 0.1" in shown.out
-    assert "best" in shown.out
+    assert "most accurate" in " ".join(shown.out.split()) and "own mean" in shown.out
+    assert "On the same gradients" not in shown.out  # adaptive has no number there, and one method is no ranking
     assert "a choice that the ε of its run does not cover" in " ".join(shown.out.split())
     assert "Runs written to runs/first" in shown.out
     assert "learning_rate = 0.1\n" in (here / "runs/first/2-adaptive/settings.toml").read_text()
@@ -215,6 +216,19 @@ def test_compare_lays_methods_side_by_side(capsys: pytest.CaptureFixture[str], h
     assert [row["method"] for row in result["runs"]] == ["flat", "adaptive @ 0.1"]
     assert all(0 <= row["bias"] <= 1 and 0 <= row["clipped"] <= 1 for row in result["runs"])
     assert "not empty" in one_line(capsys, [*words, "--folder", "runs/second"])
+
+
+def test_compare_ranks_methods_on_the_same_gradients_by_the_report_s_numbers(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "2", "--methods", "flat; global_(2.0); adaptive"]
+    assert main([*words, "--folder", "runs/ranked"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    found = json.loads((here / "runs/ranked/report.json").read_text())["runs"]
+    biases = sorted((row["same_bias"], row["name"]) for row in found if row["same_bias"] is not None)
+    assert [name for _, name in biases] in (["flat", "global"], ["global", "flat"])
+    ranked = ", ".join(f"{name} {bias:.1%}" for bias, name in biases)
+    assert f"On the same gradients, least biased first: {ranked}. Not ranked: adaptive," in shown
 
 
 def test_compare_starts_every_method_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +293,10 @@ def test_compare_refuses_what_it_cannot_train(
         (["--epsilon", "1", "--accountant", "pdl"], "unknown accountant 'pdl': did you mean 'pld'?"),
         (["--epsilon", "1", "--threads", "0"], "threads must be a whole number of at least 1, got 0"),
         (["--epsilo", "1"], "unknown option '--epsilo': did you mean '--epsilon'?"),
+        (["--lr", "1"], "unknown option '--lr': did you mean '--learning-rate'?"),
+        (["--batch_size=1"], "unknown option '--batch_size': did you mean '--batch'?"),
+        (["--bs", "1"], "unknown option '--bs': did you mean '--batch'?"),
+        (["--xyzzy", "1"], "unknown option '--xyzzy': see clipwise train --help"),
         (["--config", "none.toml"], "cannot read none.toml (No such file or directory)"),
         (["--resume", "nowhere"], "there is no run to resume in nowhere"),
     ],
@@ -317,6 +335,26 @@ def test_a_large_delta_is_a_one_line_warning(capsys: pytest.CaptureFixture[str])
     assert main(small("--delta", "0.1", "--quiet")) == 0
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: delta=0.1 is not below 1/samples")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epsilon", "-1"], "epsilon must be a number above 0"),
+        (["--noise-multiplier", "0"], "noise_multiplier must be a number above 0"),
+        (["--epsilon", "1", "--delta", "2"], "delta must be above 0 and below 1"),
+        (["--epsilon", "1", "--epochs", "0"], "epochs must be a number above 0"),
+        (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
+        (["--epsilon", "1", "--folder", "."], "the folder . is not empty"),
+        (["--epsilon", "1", "--folder", "data.npz"], "the folder data.npz is not empty"),
+        (["--epsilon", "1"], "no file 'none.npz'"),
+    ],
+)
+def test_what_needs_no_data_is_said_before_they_are_read(
+    capsys: pytest.CaptureFixture[str], here: Path, words: list[str], message: str
+) -> None:
+    assert message in one_line(capsys, ["train", "--data", "npz:none.npz", *words])
+    assert [path.name for path in here.iterdir()] == ["data.npz"]
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(capsys: pytest.CaptureFixture[str], here: Path) -> None:

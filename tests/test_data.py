@@ -338,6 +338,13 @@ def test_bytes_become_unit_floats_and_other_integers_stay_tokens(tmp_path: Path)
     assert x.dtype == torch.long and int(x.max()) == 255
 
 
+def test_labels_may_be_true_or_false(tmp_path: Path) -> None:
+    splits = load(saved(tmp_path, **{**toy(), "y": toy()["y"] == 1}))
+    numbers = load(saved(tmp_path, **{**toy(), "y": (toy()["y"] == 1).astype(int)}))
+    assert splits.classes == 2 and torch.equal(splits.train.data[1], numbers.train.data[1])
+    assert splits.train.data[1].dtype == torch.long
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in {**toy(), **changes}.items() if value is not None}
 
@@ -364,6 +371,8 @@ NAN = toy()["x"] * np.where(np.arange(50) < 30, 1, np.nan)[:, None]
         ),
         (changed(x=np.zeros(50)), "x must have rows of features"),
         (changed(y=np.zeros(0, int)), "y must hold one integer label per row, got dtype int64 of shape [0]"),
+        (changed(y=np.array(["cat"] * 50)), "got dtype <U3 of shape [50]: write np.unique(y, return_inverse=True)[1]"),
+        (changed(**{**TEST, "y_test": np.array(["cat"] * 4)}), "write np.searchsorted(np.unique(y), y_test)"),
         (changed(y=np.zeros(50)), "y must hold one integer label per row, got dtype float64"),
         (changed(y=np.zeros((50, 1), int)), "y must hold one integer label per row, got dtype int64 of shape [50, 1]"),
         (changed(y=np.arange(50) - 1), "y must hold labels of at least 0, got -1 in row 0"),
@@ -418,12 +427,21 @@ def test_a_missing_file_names_the_folder_and_the_nearest_file(tmp_path: Path) ->
     ("text", "message"),
     [
         ("digts", "unknown data 'digts': did you mean 'digits'?"),
-        ("mnist", "unknown data 'mnist': write mnist:DIR"),
+        ("mnist", "mnist needs its folder, got 'mnist': write mnist:DIR"),
+        ("cifar10?train=5", "cifar10 needs its folder, got 'cifar10?train=5': write cifar10:DIR"),
         ("minst:folder", "unknown data 'minst:folder': did you mean 'mnist:DIR'?"),
-        ("parquet:x", "unknown data 'parquet:x': write one of adult:DIR, california_housing:DIR, cifar100:DIR"),
-        ("npz", "unknown data 'npz': write npz:PATH"),
-        ("npz:", "no file ''"),
+        ("parquet:x", "unknown data 'parquet:x': write one of adult:DIR, california_housing:DIR, cifar10:DIR"),
+        ("parquet:x", ", 'csv:PATH?label=NAME:low|high', digits"),
+        ("npz", "npz needs its file, got 'npz': write npz:PATH"),
+        ("npz:", "npz needs its file, got 'npz:': write npz:PATH"),
+        ("csv", "csv needs its file, got 'csv': write 'csv:PATH?label=NAME:low|high'"),
         ("folder/set.npz", "write npz:folder/set.npz"),
+        ("set.npz?train=5", "write 'npz:set.npz?train=5'"),
+        ("my.csv", "unknown data 'my.csv': data must be named with its scheme: write 'csv:my.csv?label=NAME:low|high'"),
+        ("my.csv?label=a:0..1", "write 'csv:my.csv?label=a:0..1'"),
+        ("my.tsv", "write 'csv:my.tsv?label=NAME:low|high'"),
+        ("my.jsonl", "write 'jsonl:my.jsonl?label=NAME:low|high'"),
+        ("cvs:my.csv", "did you mean 'csv:PATH?label=NAME:low|high'?"),
         ("digits:8", "unknown data 'digits:8': did you mean 'digits'?"),
         (3, "unknown data 3"),
     ],

@@ -10,8 +10,10 @@ import math
 import os
 import pickle
 import re
+import shlex
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -456,7 +458,7 @@ def test_numbers_as_labels_make_a_regression(tmp_path: Path) -> None:
     splits = load(f"npz:{tmp_path}/set.npz?task=regression")
     assert (splits.task, splits.classes) == ("regression", 1) and every(splits.train)[1].dtype == torch.float32
     assert set(every(splits.train)[1].tolist()) < set((np.arange(10) / 3).astype(np.float32).tolist())
-    refused(f"npz:{tmp_path}/set.npz", "or npz:PATH?task=regression for numbers")
+    refused(f"npz:{tmp_path}/set.npz", "or 'npz:PATH?task=regression' for numbers")
     np.savez(tmp_path / "set.npz", x=np.ones((10, 2)), y=np.array([np.nan] * 10))
     refused(f"npz:{tmp_path}/set.npz?task=regression", "y must hold finite numbers")
     np.savez(tmp_path / "set.npz", x=np.ones((10, 2)), y=np.ones((10, 1)))
@@ -511,8 +513,8 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ("", "needs to know the label's column, one of age, pay, town, kind, note, answer: write csv:PATH?label"),
-        ("label=answer", "label answer must be said to be classes or a range, got 'answer': write label=answer:no|yes"),
+        ("", "the label's column, one of age, pay, town, kind, note, answer: write 'csv:PATH?label=NAME:low|high'"),
+        ("label=answer", "be said to be classes or a range, got 'answer': write 'label=answer:low|high' or"),
         ("label=answer:#3", "must be said to be classes or a range"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
         ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in row 1: name it too"),
@@ -544,6 +546,32 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_a_table_is_an_error_that_says_what_to_write(tmp_path: Path, said: str, message: str) -> None:
     refused(f"csv:{table(tmp_path)}" + (f"?{said}" if said else ""), message)
+
+
+def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path: Path) -> None:
+    for columns, wanted in (
+        ("", "age,pay,town:#16,kind:#16,note:#16"),
+        ("&columns=age:17..90,town,kind:a|b", "age:17..90,town:#16,kind:a|b"),
+    ):
+        path = table(tmp_path)
+        said = refused(f"csv:{path}?label=answer:no|yes{columns}", "the column town must hold numbers, got 'Oslo'")
+        (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
+        assert line == f"csv:{path}?label=answer:no|yes&columns={wanted}"
+        assert load(line).classes == 2
+    path = table(tmp_path, '"a, b & c:d",y\n' + "p,0\nq,1\n" * 5)  # a name with the signs of the text
+    said = refused(f"csv:{path}?label=y:0|1", "must hold numbers, got 'p' in row 0")
+    (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
+    assert load(line).shape == (16,)
+
+
+def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> None:
+    path = table(tmp_path)
+    with pytest.warns(UserWarning, match=re.escape("the range of age, pay: v enters as sign(v)·log(1 + |v|)")) as seen:
+        load(f"csv:{path}?label=answer:no|yes&columns=age,pay,town:#2&test_file={path}")
+    assert len(seen) == 1 and "write 'columns=age:LOW..HIGH,…'" in str(seen[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(f"csv:{path}?label=answer:no|yes&columns=age:0..99,town:#2")
 
 
 @pytest.mark.parametrize(

@@ -405,3 +405,18 @@ def test_a_second_chunk_is_refused_where_one_was_promised() -> None:
     chunk = written(values, {"w": torch.zeros(3)})
     with pytest.raises(InputError, match="expected one chunk"):
         private_sum(cw.flat(), {"w": torch.zeros(3)}, [chunk, chunk], alone=True)
+
+
+def test_a_batch_is_not_read_by_hand() -> None:
+    batch = next(private_for(mlp()).batches())
+    for reading in (lambda: batch[0], lambda: list(batch)):
+        with pytest.raises(InputError, match=r"holds no rows: write private\.step\(batch\)"):
+            reading()
+
+
+def test_a_loop_over_epochs_around_the_batches_of_all_epochs_is_told_so() -> None:
+    private = private_for(mlp())
+    for batch in private.batches():
+        private.step(batch)
+    with pytest.warns(UserWarning, match="all 3 steps of this run are taken.*without a loop over epochs"):
+        assert list(private.batches()) == []

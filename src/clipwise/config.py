@@ -43,7 +43,7 @@ class Training(Output):
     data: str = option(
         "digits, a set from its files (mnist, fashion_mnist, cifar10, cifar100, svhn, imdb, sst2, adult, wine_red or "
         "california_housing, then :DIR), or a file of yours: npz:PATH with arrays x, y and perhaps x_test, y_test, "
-        "csv:PATH?label=NAME:no|yes, jsonl:PATH?…; ?train=2000&test=1000 takes a part",
+        "'csv:PATH?label=NAME:low|high', 'jsonl:PATH?…'; '?train=2000&test=1000' takes a part",
         "digits",
     )
     model: str | None = option(

@@ -7,6 +7,7 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -83,6 +84,10 @@ class PoissonBatch:
     def __len__(self) -> int:
         """How many samples were drawn. Not private."""
         return len(self.indices)
+
+    def __getitem__(self, place: object) -> Tensor:
+        """Refuse, also to iterate: rows are read by ``Private.step``, in chunks."""
+        raise InputError("a batch says which samples were drawn and holds no rows: write private.step(batch)")
 
 
 class Private:
@@ -168,7 +173,16 @@ class Private:
         return self._taken
 
     def batches(self) -> Iterator[PoissonBatch]:
-        """The batches of all steps that are left; give each to ``step`` before asking for the next."""
+        """The batches of all steps that are left, of all epochs; give each to ``step`` before asking for the next."""
+        if self.steps_taken >= self.steps:
+            warnings.warn(
+                f"all {self.steps} steps of this run are taken, so there are no more batches: private.batches() goes "
+                "over all epochs; write one loop over it, without a loop over epochs around it",
+                stacklevel=2,
+            )
+        return self._batches()
+
+    def _batches(self) -> Iterator[PoissonBatch]:
         while self.steps_taken < self.steps:
             if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
                 stream = self._stream.at(self.steps_taken)
@@ -265,6 +279,7 @@ class Private:
             method=self._first,
             self_tested=self._self_tested,
             fallbacks=self.fallbacks,
+            weights=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainable(self.model).values()})),
         )
 
     def _sampled(self, stream: Stream) -> Tensor:

@@ -22,14 +22,17 @@ from clipwise.accounting import spent as spent_on
 from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.events import ACCOUNTANTS
-from clipwise.data import as_dataset
+from clipwise.data import RowDataset, as_dataset
 from clipwise.engine import Views
 from clipwise.methods import Method
 from clipwise.postprocess import Post, identity
 from clipwise.private import TRAINED, Private, cross_entropy, dice_plan
 from clipwise.randomness import SecureStream, SeededStream, Stream
-from clipwise.records import Loss, trainable
-from clipwise.records.checks import refuse_modules
+from clipwise.records import Loss, batch_size, trainable
+from clipwise.records.capture import check_losses
+from clipwise.records.checks import refuse_modules, restored
+from clipwise.records.kernels.gram import HALF
+from clipwise.records.tape import mapped, tensors
 from clipwise.types import (
     Batch,
     Event,
@@ -87,6 +90,27 @@ def make_private(
             f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
             "for instance clipwise.cross_entropy"
         )
+    # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
+    refuse_modules(model)
+    _refuse_ranks(model)
+    parameters = trainable(model)
+    _check_optimizer(optimizer, model, parameters)
+    _warn_of_narrow(parameters)
+    fraction("delta", delta, open_end=True)
+    if (epochs is None) == (steps is None):
+        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
+    if (epsilon is None) == (noise_multiplier is None):
+        raise InputError(
+            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
+        )
+    asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
+    one_of("accountant", accountant, ACCOUNTANTS)
+    chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
+    if not isinstance(chosen, Method):
+        raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
+    chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
+    stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
+    after = postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post
     dataset = as_dataset(data, collate)
     rows = len(dataset)
     if whole("batch", batch) > rows:
@@ -94,21 +118,13 @@ def make_private(
             f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
         )
     rate = batch / rows
-    if fraction("delta", delta, open_end=True) >= 1 / rows:
+    if delta >= 1 / rows:
         warnings.warn(
             f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
             stacklevel=2,
         )
-    if (epochs is None) == (steps is None):
-        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
     count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
-    if (epsilon is None) == (noise_multiplier is None):
-        raise InputError(
-            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
-        )
-    chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
-    if not isinstance(chosen, Method):
-        raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
+    size = _chunk(chunk, batch, rows, compile)
     if chosen.companions and public is None:
         raise InputError(f"{chosen.name} needs public inputs, got none; write public=a tensor of them")
     if chosen.recall is not None and batch < rows:
@@ -116,10 +132,6 @@ def make_private(
             f"{chosen.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
             f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
         )
-    one_of("accountant", accountant, ACCOUNTANTS)
-    parameters = trainable(model)
-    chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
-    _check_optimizer(optimizer, parameters)
     earlier = [] if spent is None else spent.entries
     if spent is None and TRAINED.get(model, ledger) is not ledger:
         warnings.warn(
@@ -127,14 +139,10 @@ def make_private(
             "data were the same, write spent=that run's ledger",
             stacklevel=2,
         )
-    stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
-    sigma = (
-        positive("noise_multiplier", noise_multiplier)
-        if noise_multiplier is not None
-        else _calibrated(dice_plan(chosen, float(batch), rows), epsilon or 0, delta, rate, count, accountant, earlier)
-    )
-    refuse_modules(model)
-    _refuse_ranks(model)
+    if self_test and not chosen.companions:  # a model of units takes no single rows
+        _try_loss(model, loss, dataset)
+    plan = dice_plan(chosen, float(batch), rows)
+    sigma = asked if epsilon is None else _calibrated(plan, asked, delta, rate, count, accountant, earlier)
     private = Private(
         model,
         optimizer,
@@ -145,13 +153,13 @@ def make_private(
         delta=delta,
         steps=count,
         expected_batch=float(batch),
-        chunk=_chunk(chunk, batch, rows, compile),
+        chunk=size,
         stream=stream,
         ledger=Ledger() if ledger is None else ledger,
         accountant=accountant,
         self_tested=self_test,
         compile=compile,
-        post=postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post,
+        post=after,
         views=views,
         public=public,
         earlier=earlier,
@@ -227,7 +235,7 @@ def _refuse_ranks(model: nn.Module) -> None:
         )
 
 
-def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     if not parameters:
         raise InputError("the model has no trainable parameter; write requires_grad_(True) on what is to be trained")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -237,3 +245,39 @@ def _check_optimizer(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> 
             f"the optimizer does not hold the trainable parameter {missing[0]}, so it would never move; "
             "write optimizer = Optimizer(model.parameters(), …), or freeze it with requires_grad_(False)"
         )
+    others = len(held - {id(p) for p in model.parameters()})
+    if others:
+        warnings.warn(
+            f"the optimizer holds {others} parameters that are not the model's: this run does not train them, and its "
+            "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
+            stacklevel=3,
+        )
+
+
+def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
+    narrow = [p.dtype for p in parameters.values() if p.dtype in HALF]
+    if narrow:
+        warnings.warn(
+            f"the weights are {_short(narrow[0])}, in which small updates round away: keep them in float32, "
+            "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16",
+            stacklevel=3,
+        )
+
+
+def _try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
+    """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated."""
+    own = next(iter(trainable(model).values()))
+    with restored(model), torch.no_grad():
+        rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
+        try:
+            check_losses(loss(model, rows), batch_size(rows))
+        except RuntimeError as error:
+            other = next((t.dtype for t in tensors(rows) if t.is_floating_point()), own.dtype)
+            if other == own.dtype or "type" not in str(error):
+                raise
+            write = f"model.to({other})" if own.dtype in HALF else f"x.to({own.dtype})"
+            raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -6,6 +6,7 @@ Gives: as_dp_event, and spent: an upper bound on ε; everything without a proof 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import Counter
@@ -29,6 +30,7 @@ from clipwise.types import (
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 # pld: privacy loss distributions, tight. rdp: Rényi divergences, the second opinion.
 ACCOUNTANTS = ("pld", "rdp")
@@ -95,9 +97,13 @@ def _dp_event(cost: Cost) -> DpEvent:
         return GaussianDpEvent(cost.sigma)
     if cost.memory == 0:
         return PoissonSampledDpEvent(cost.rate, GaussianDpEvent(cost.sigma))
-    # (1 − q) N(m, σ²) + q N(1 + m, σ²) against N(0, σ²): docs/dicesgd.md, S1
+    return MixtureOfGaussiansDpEvent(MIXTURE_SCALE, *_mixture(cost))
+
+
+def _mixture(cost: Cost) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(1 − q) N(m, σ²) + q N(1 + m, σ²) against N(0, σ²): docs/dicesgd.md, S1. Shifts in noise of scale 10, and q."""
     unit, memory = MIXTURE_SCALE / cost.sigma, max(cost.memory, 1e-6)
-    return MixtureOfGaussiansDpEvent(MIXTURE_SCALE, (memory * unit, (1 + memory) * unit), (1 - cost.rate, cost.rate))
+    return (memory * unit, (1 + memory) * unit), (1 - cost.rate, cost.rate)
 
 
 def discretisation(entries: Iterable[tuple[Event, int]]) -> float:
@@ -162,12 +168,32 @@ def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = 
             f"{costs.total()} releases, where its rounding would hide less, got {delta!r}: write accountant 'rdp'"
         )
 
-    from dp_accounting import NeighboringRelation, pld
+    return _epsilon(tuple(sorted(costs.items())), delta - reserve, coarser * _interval(costs))
 
-    accountant_ = pld.PLDAccountant(
-        NeighboringRelation.ADD_OR_REMOVE_ONE, value_discretization_interval=coarser * _interval(costs)
+
+@functools.lru_cache(maxsize=64)
+def _epsilon(costs: tuple[tuple[Cost, int], ...], delta: float, interval: float) -> float:
+    """What ``PLDAccountant`` gives; remembered, and so is each release's own distribution, which takes longest."""
+    losses = [
+        _loss(cost._replace(sigma=cost.sigma / math.sqrt(count)), interval)  # they are one Gaussian
+        if cost.rate == 1
+        else _loss(cost, interval).self_compose(count)
+        for cost, count in costs
+    ]
+    total = functools.reduce(lambda one, other: one.compose(other), losses)
+    return float(total.get_epsilon_for_delta(delta))
+
+
+@functools.lru_cache(maxsize=8)  # some megabytes each
+def _loss(cost: Cost, interval: float) -> PrivacyLossDistribution:
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    if cost.memory == 0:
+        return pld.from_gaussian_mechanism(cost.sigma, value_discretization_interval=interval, sampling_prob=cost.rate)
+    signals, probabilities = _mixture(cost)
+    return pld.from_mixture_gaussian_mechanism(
+        MIXTURE_SCALE, signals, probabilities, value_discretization_interval=interval
     )
-    return float(accountant_.compose(_composed(costs)).get_epsilon(delta - reserve))
 
 
 def _roundings(cost: Cost, count: int) -> float:

@@ -298,14 +298,21 @@ def as_text(table: Table) -> str:
         if not columns:
             continue
         head = "| model [batch] | " + " | ".join(column.removeprefix(METHOD) for column in columns) + " |"
-        lines += [_meaning(kind, table.device), "", head, "|---" * (1 + len(columns)) + "|"]
+        lines += [_meaning(kind, table), "", head, "|---" * (1 + len(columns)) + "|"]
         lines += [_line(row, kind, table.device) for row in table.rows]
     notes = [
-        f"– {cell.column} on {row.title}: {cell.missing}" for row in table.rows for cell in row.cells if cell.missing
+        f"– {cell.column} on {row.title}: {cell.missing}{_install(cell)}"
+        for row in table.rows
+        for cell in row.cells
+        if cell.missing
     ]
     if table.unsteady():
         notes.append(f"Do not trust {', '.join(table.unsteady())}: the machine was busy, run it again when it is idle.")
     return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _install(cell: Cell) -> str:
+    return ": write pip install 'clipwise[bench]'" if "No module named 'opacus'" in (cell.missing or "") else ""
 
 
 def _part(row: Row, kind: str) -> list[Cell]:
@@ -316,20 +323,23 @@ def _part(row: Row, kind: str) -> list[Cell]:
     return own if len(own) > 1 or len(own) == len(row.cells) else []
 
 
-def _meaning(kind: str, device: str) -> str:
+def _meaning(kind: str, table: Table) -> str:
+    measured = any(cell.megabytes is not None for row in table.rows for cell in row.cells)
+    memory = " and megabytes" if measured else ""
     if kind == LOOK:
         return (
-            "\nA look at the gradients of the whole batch, not private. flat: milliseconds and megabytes of a step; "
+            f"\nA look at the gradients of the whole batch, not private. flat: milliseconds{memory} of a step; "
             f"looks: share of {EVERY} such steps, beside the most that it should be."
         )
     if kind == METHOD:
         return (
-            "\nMethods as make_private runs them, not compiled. flat: milliseconds and megabytes; the others: times as "
+            f"\nMethods as make_private runs them, not compiled. flat: milliseconds{memory}; the others: times as "
             "much, beside the most that it should be."
         )
-    if device == "cpu":
-        return "plain: milliseconds and megabytes of the step without privacy; other columns: times as much as plain."
-    return "Milliseconds; times as much as the fastest ordinary step (plain … channels_last); peak gigabytes."
+    if table.device == "cpu":
+        return f"plain: milliseconds{memory} of the step without privacy; other columns: times as much as plain."
+    peak = "; peak gigabytes" if measured else ""
+    return f"Milliseconds; times as much as the fastest ordinary step (plain … channels_last){peak}."
 
 
 def _lines(row: Row, device: str) -> list[str]:

@@ -36,6 +36,7 @@ from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
+RECOUNT = "ledger"  # an audit that adds up and attacks nothing
 LABEL = 19  # characters of a method's name in the table, so that it fits into 80
 RETRAINED = (
     "A finished run cannot be audited after the fact: its method, noise and steps were audited on small problems, "
@@ -142,7 +143,7 @@ def _ledger(finished: _Finished) -> Row:
         spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
     passed = releases == stated["releases"] and spent <= stated["epsilon"] * (1 + 1e-9)
     return Row(
-        stated["method"], "ledger", stated["epsilon"], spent, spent, passed, f"{releases} releases, added up again"
+        stated["method"], RECOUNT, stated["epsilon"], spent, spent, passed, f"{releases} releases, added up again"
     )
 
 
@@ -237,10 +238,14 @@ def _text(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
     before = ""
     for each in rows:
         numbers = [_number(value) for value in (each.claimed, each.shown, each.ceiling)]
-        mark = Text("holds" if each.passed else "FALSE", style="" if each.passed else "bold red")
+        held = f"holds{'*' if _weak(each) else ''}"  # one character: the table has no room for more
+        mark = Text(held if each.passed else "FALSE", style="" if each.passed else "bold red")
         table.add_row("" if each.method == before else labels[each.method], each.audit, *numbers, mark)
         before = each.method
     legend = [Text(f"{label}: {method}") for method, label in labels.items() if label[-1].isdigit()]
+    legend.append(Text("could show: the ε that the same attack would have shown had it never been wrong"))
+    if any(each.passed and _weak(each) for each in rows):
+        legend.append(Text("holds*: too weak to refute, since even that is less than the claim"))
     wrong = [Text(f"FALSE  {each.method}, {each.audit}: {each.detail}") for each in rows if not each.passed]
     generator = "secure noise" if plan.noise == "secure" else f"seeded noise ({plan.noise})"
     privacy = f"noise multiplier {plan.noise_multiplier:g}, rate {plan.sampling_rate:g}, {plan.steps} steps"
@@ -255,6 +260,11 @@ def _text(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
     failed = sum(not each.passed for each in rows)
     last.append(Text(f"{failed} of {len(rows)} claims are false" if failed else f"all {len(rows)} claims hold"))
     return rendered(table, Text(""), *last)
+
+
+def _weak(row: Row) -> bool:
+    """Whether the attack could not have refuted the claim, however well it went."""
+    return row.audit != RECOUNT and row.claimed is not None and row.ceiling is not None and row.ceiling < row.claimed
 
 
 def _labels(expressions: list[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from clipwise.types import whole
 
 
 def run(config: BenchConfig) -> str:
-    """Measure, telling on standard error what is being measured and each row as soon as it is."""
+    """Measure, telling on standard error what is being measured, and each finished row where no terminal shows it."""
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
     table = bench(
@@ -26,7 +26,7 @@ def run(config: BenchConfig) -> str:
         rounds=config.rounds,
         memory=config.memory,
         batch=config.batch,
-        progress=_say,
+        progress=_tell,
         device=config.device,
         precisions=config.precisions,
         methods=config.methods,
@@ -39,6 +39,11 @@ def run(config: BenchConfig) -> str:
         return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
     heads = {row: f"{row}, the slowest layers, each measured on its own:" for row in profiles}
     return "\n".join([as_text(table), *(line for row in rows for line in ("", heads[row], *profiles[row]))]) + "\n"
+
+
+def _tell(message: str) -> None:
+    if not (message.startswith("|") and sys.stdout.isatty()):  # there the table shows the row again
+        _say(message)
 
 
 def _say(message: str) -> None:

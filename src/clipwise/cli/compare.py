@@ -20,6 +20,8 @@ from clipwise.cli.runs import new_folder, resolved, run_one, short, splits_for, 
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig
 from clipwise.report import epsilon_together, own, read, written
+from clipwise.report.answer import ranking
+from clipwise.report.answer import rows as numbers
 from clipwise.types import InputError
 
 NOTE = (
@@ -90,7 +92,7 @@ def run(config: CompareConfig) -> str:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
         return json.dumps(values, indent=None if config.json_lines else 2) + "\n"
-    return "" if config.quiet else _table(rows, together, config.delta, len(splits.test), page)
+    return "" if config.quiet else _table(rows, ranking(numbers(runs)), together, config.delta, len(splits.test), page)
 
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
@@ -106,10 +108,10 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
         raise InputError(f"expected METHOD @ LEARNING RATE, got {text!r}: write for instance flat @ 0.5") from None
 
 
-def _table(rows: list[Compared], together: float, delta: float, evaluated: int, page: Path) -> str:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+def _table(rows: list[Compared], ranked: str, together: float, delta: float, evaluated: int, page: Path) -> str:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", vertical="bottom")
-    for name in ("accuracy", "ε", "bias", "mean\nbias", "clipped", "time"):
+    for name in ("accuracy", "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
         table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("")
     best = max(row.accuracy for row in rows)
@@ -122,14 +124,16 @@ def _table(rows: list[Compared], together: float, delta: float, evaluated: int, 
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
             f"{row.seconds:.1f} s",
-            "best" if first else "",
+            "most accurate" if first else "",
             style="bold" if first else "",
         )
     shown = rendered(
         table,
         "",
-        f"δ = {delta:g}. Bias: share of the clipped mean gradient that does not lie along the true one, at the "
+        f"δ = {delta:g}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "
         "final model and averaged over the run; clipped: share of samples shortened at the final model.",
+        "Each run had gradients of its own, so own bias does not rank the methods.",
+        *([ranked] if ranked else []),
         f"One run each, measured on {evaluated} samples: small differences are chance; repeat it to see how large.",
         f"{NOTE} That is {together:.3f}.",
     )

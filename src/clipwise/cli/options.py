@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from clipwise.config import WORDS, Output, flag, from_toml, kinds, made
-from clipwise.types import InputError, nearest
+from clipwise.types import InputError
 
 C = TypeVar("C", bound=Output)
+ELSEWHERE = {"lr": "learning-rate", "bs": "batch", "batch-size": "batch"}  # what others call our options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,10 +37,18 @@ def read(command: str, settings: type[C], arguments: Sequence[str], about: str) 
         word = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
         if not word.startswith("-"):
             raise InputError(f"unexpected {word!r}: options begin with --, see {parser.prog} --help")
-        raise InputError(f"unknown option {word!r}: {nearest(word, parser._option_string_actions)}")
+        raise InputError(f"unknown option {word!r}: {_guess(word, parser)}")
     path = given.pop("config")
     typed = {name: _value(name, kinds(settings)[name], value) for name, value in given.items()}
     return made(settings, from_toml(settings, path) if path is not None else {}, typed)
+
+
+def _guess(word: str, parser: argparse.ArgumentParser) -> str:
+    """The option that was meant, by its letters alone: all have the same dashes."""
+    known = {option.lstrip("-"): option for option in parser._option_string_actions}
+    said = word.lstrip("-").replace("_", "-")
+    close = difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
+    return f"did you mean {known[close[0]]!r}?" if close else f"see {parser.prog} --help"
 
 
 def _parser(command: str, settings: type[Output], about: str) -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ from clipwise.records import Loss
 from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
 from clipwise.sampling import chunks
-from clipwise.types import Batch, InputError, one_of, positive, whole
+from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
 PRECISIONS = ("float32", "bf16")
@@ -84,11 +84,17 @@ def resolved(config: TrainConfig) -> TrainConfig:
     one_given(config, "epochs", "steps", "--epochs 20")
     one_of("optimizer", config.optimizer, optimizers())
     one_of("schedule", config.schedule, ("constant", "cosine"))
+    for name in ("epsilon", "noise_multiplier", "epochs"):
+        if (value := getattr(config, name)) is not None:
+            positive(name, value)
+    fraction("delta", config.delta, open_end=True)
+    model = config.model or NETWORKS.get(config.data.partition("?")[0].partition(":")[0], "mlp")
+    models.takes_tokens(model)  # a name that is not known is an error now, before the data are read
     sgd = config.optimizer == "sgd"
     return replace(
         config,
         method=str(methods.parse(config.method)),
-        model=config.model or NETWORKS.get(config.data.partition("?")[0].partition(":")[0], "mlp"),
+        model=model,
         learning_rate=(0.5 if sgd else 1e-3) if config.learning_rate is None else config.learning_rate,
         momentum=0.9 if sgd and config.momentum is None else config.momentum,
     )

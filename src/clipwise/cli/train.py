@@ -29,6 +29,8 @@ def run(config: TrainConfig) -> str:
     config = resolved(config) if config.resume is None else _resumed(config, config.resume)
     assert config.model is not None  # it is resolved
     use_threads(config)
+    if config.resume is None and config.folder is not None:
+        _refuse_used(Path(config.folder))  # now, before the data are read
     splits = splits_for(config, config.model)
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
@@ -53,6 +55,11 @@ def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
         if value != getattr(made(TrainConfig, spoken), name):
             raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
     return replace(settings_of(folder), **spoken)
+
+
+def _refuse_used(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"the folder {folder} is not empty; choose another, or resume the run that is in it")
 
 
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Data sets by name: the embedded digits, published sets in their own files, or the user's file.
 
-Receives: a text such as "digits", "cifar10:DIR", "csv:PATH?label=NAME:no|yes" or "npz:PATH?train=2000".
+Receives: a text such as "digits", "cifar10:DIR", "csv:PATH?label=NAME:low|high" or "npz:PATH?train=2000".
 Gives: Splits, a training part and a test part that no sample crosses.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from clipwise.data.splits import Splits, divided, taken
 from clipwise.data.text import imdb
 from clipwise.types import InputError, nearest, one_of
 
+_LABEL = dict.fromkeys(("csv", "jsonl"), "?label=NAME:low|high")
 _KEYS = ("x", "y", "x_test", "y_test")
 
 
@@ -47,8 +49,11 @@ def load(text: str) -> Splits:
     """
     source = parsed(text) if isinstance(text, str) else parsed("")
     known = SETS.get(source.name)
-    named = ":" in str(text).partition("?")[0]
-    if known is None or named != bool(known.path):
+    _, named, path = str(text).partition("?")[0].partition(":")
+    if known is not None and known.path and not path:
+        what = "folder" if known.path == "DIR" else "file"
+        raise InputError(f"{source.name} needs its {what}, got {text!r}: write {shlex.quote(_form(source.name))}")
+    if known is None or bool(named) != bool(known.path):
         raise InputError(f"unknown data {text!r}: {_hint(source, str(text))}")
     for key in source.options:
         one_of(f"option of {source.name},", key, ("train", "test", *known.options))
@@ -62,13 +67,22 @@ def _part(source: Source, name: str, part: Arrays) -> Arrays:
 
 
 def _hint(source: Source, given: str) -> str:
-    forms = {name: f"{name}:{known.path}" if known.path else name for name, known in SETS.items()}
-    if given.endswith(".npz"):
-        return f"data must be named with its scheme: write npz:{given}"
-    if source.name in forms and SETS[source.name].path:
-        return f"write {forms[source.name]}"
-    close = difflib.get_close_matches(source.name, forms, n=1)  # of the names alone: a path is not like DIR
-    return f"did you mean {forms[close[0]]!r}?" if close else f"write one of {', '.join(sorted(forms.values()))}"
+    file = given.partition("?")[0]
+    kind = file.rpartition(".")[2]
+    if ":" not in file and kind in ("npz", "csv", "tsv", "jsonl"):
+        scheme = "csv" if kind == "tsv" else kind
+        named = f"{scheme}:{given}" if "?" in given else f"{scheme}:{given}{_LABEL.get(scheme, '')}"
+        return f"data must be named with its scheme: write {shlex.quote(named)}"
+    close = difflib.get_close_matches(source.name, SETS, n=1)  # of the names alone: a path is not like DIR
+    if close:
+        return f"did you mean {_form(close[0])!r}?"
+    return f"write one of {', '.join(shlex.quote(_form(name)) for name in sorted(SETS))}"
+
+
+def _form(name: str) -> str:
+    """The name with what must follow it."""
+    path = SETS[name].path
+    return f"{name}:{path}{_LABEL.get(name, '')}" if path else name
 
 
 # --------------------------------------------------------------------------------------------------- digits and npz
@@ -161,10 +175,13 @@ def _inputs(name: str, array: NDArray[np.generic]) -> Tensor:
 
 
 def _labels(name: str, array: NDArray[np.generic]) -> Tensor:
-    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 1 or not array.size or not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
+        write = f"{name}.astype('int64').reshape(-1), or 'npz:PATH?task=regression' for numbers"
+        if array.dtype.kind == "U":
+            write = "np.unique(y, return_inverse=True)[1]" if name == "y" else f"np.searchsorted(np.unique(y), {name})"
         raise InputError(
             f"{name} must hold one integer label per row, got dtype {array.dtype} of shape {list(array.shape)}: "
-            f"write {name}.astype('int64').reshape(-1), or npz:PATH?task=regression for numbers"
+            f"write {write}"
         )
     y = torch.from_numpy(array.astype(np.int64))
     if int(y.min()) < 0:

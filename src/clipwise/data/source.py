@@ -6,6 +6,8 @@ Gives: Source, with options read by type; folder_with, which finds the files or 
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,11 @@ class Source:
                 f"{key} must be a whole number of at least {least}, got {given!r}: write {key}={max(least, default)}"
             ) from None
 
+    def written(self, **changed: str) -> str:
+        """The text again with these options changed, in quotes for a shell."""
+        options = "&".join(f"{key}={value}" for key, value in {**self.options, **changed}.items())
+        return shlex.quote(f"{self.text.partition('?')[0]}?{options}")
+
     def listed(self, key: str) -> list[str]:
         """An option that is a list, separated by commas; its items may still hold %2C for a comma of their own."""
         given = self.options.get(key, "")
@@ -61,6 +68,11 @@ def parsed(text: str) -> Source:
 def plain(text: str) -> str:
     """An item of a value with its %-signs resolved."""
     return unquote(text).strip()
+
+
+def escaped(item: str) -> str:
+    """The item as it is written in a value."""
+    return re.sub("[%&,:|]", lambda sign: f"%{ord(sign[0]):02X}", item)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise.data.datasets import Arrays
-from clipwise.data.source import Layout, Source, file_of, folder_with, parsed, plain
+from clipwise.data.source import Layout, Source, escaped, file_of, folder_with, parsed, plain
 from clipwise.data.splits import Splits, divided
 from clipwise.data.text import sizes, tokenised
 from clipwise.types import InputError, nearest, whole
@@ -111,7 +113,7 @@ def meaning(text: str) -> tuple[str, Meaning]:
     if len(values) < 2 or len(set(values)) < len(values) or not all(values):
         raise InputError(
             f"{name} must be said to be a range, values or buckets, got {said!r}: write {name}:0..100, "
-            f"{name}:no|yes or {name}:#16"
+            f"'{name}:low|high' or '{name}:#16', all of --data in quotes"
         )
     return name, Values(values)
 
@@ -201,13 +203,13 @@ def _encoded(source: Source, tables: Sequence[Table]) -> Splits:
     if "label" not in source.options:
         raise InputError(
             f"{source.name} needs to know the label's column, one of {_shown(tables[0])}: write "
-            f"{source.name}:PATH?label=NAME:no|yes for classes, or ?label=NAME:0..10 for numbers"
+            f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
     if not isinstance(label, (Range, Values)):
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
-            f"label={name}:no|yes or label={name}:0..10"
+            f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
         )
     text = [plain(column) for column in source.listed("text")]
     if text and "columns" in source.options:
@@ -220,10 +222,12 @@ def _encoded(source: Source, tables: Sequence[Table]) -> Splits:
             f"the label {name} must not be among the inputs, got it in text or columns: leave it out there"
         )
     vocabulary, tokens = sizes(source)
-    parts = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for table in tables:
         cells = {column: _column(source, table, column) for column in (name, *text, *columns)}
         y = _labels(name, label, cells[name])
+        if not parts:
+            _refuse_words(source, cells, columns)
         if text:
             rows = zip(*([_word(cell) for cell in cells[column]] for column in text), strict=True)
             parts.append((tokenised(rows, vocabulary, tokens), y))
@@ -231,6 +235,13 @@ def _encoded(source: Source, tables: Sequence[Table]) -> Splits:
             numbers = np.concatenate([said(column, cells[column]) for column, said in columns.items()], 1)
             parts.append((torch.from_numpy(numbers.astype(np.float32)), y))
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
+    bare = [column for column, said in columns.items() if said == AsIs()]
+    if bare:
+        warnings.warn(
+            f"nothing is said about the range of {_shown(bare)}: v enters as sign(v)·log(1 + |v|); where you know the "
+            f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'",
+            stacklevel=2,
+        )
     classes, unit = (len(label.names), 1.0) if isinstance(label, Values) else (1, (label.high - label.low) / 2)
     return Splits(
         source.text,
@@ -244,6 +255,25 @@ def _encoded(source: Source, tables: Sequence[Table]) -> Splits:
     )
 
 
+def _refuse_words(source: Source, cells: Table, columns: Mapping[str, Meaning]) -> None:
+    """Refuse columns of words of which nothing was said; the error is the line to write."""
+    words = [name for name, said in columns.items() if said == AsIs() and not any(map(_is_number, cells[name]))]
+    if words:
+        items = source.listed("columns") or [escaped(name) for name in columns]
+        line = source.written(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
+        raise InputError(
+            f"the column {words[0]} must hold numbers, got {_word(cells[words[0]][0])!r} in row 0: write {line} for 16 "
+            f"buckets of its values, or there '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"
+        )
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def _labels(name: str, label: Range | Values, cells: Sequence[Any]) -> Tensor:
     """[n]: places in the list of classes, or numbers in [−1, 1]."""
     if isinstance(label, Range):
@@ -253,7 +283,7 @@ def _labels(name: str, label: Range | Values, cells: Sequence[Any]) -> Tensor:
         if _word(cell) not in places:
             raise InputError(
                 f"the label {name} must be one of {', '.join(label.names)}, got {_word(cell)!r} in row {row}: name it "
-                f"too, label={name}:{'|'.join(label.names)}|…, or remove the row"
+                f"too, 'label={name}:{'|'.join(label.names)}|…', or remove the row"
             )
     return torch.tensor([places[_word(cell)] for cell in cells])
 
@@ -271,15 +301,12 @@ def _numbers(name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
     """[n]; a cell that is no finite number is an error, since a guess for it would have to come from other rows."""
     values = np.empty(len(cells))
     for row, cell in enumerate(cells):
-        try:
-            values[row] = float(cell)
-        except (TypeError, ValueError):
-            values[row] = np.nan
-        if not np.isfinite(values[row]):
+        if not _is_number(cell):
             raise InputError(
                 f"the column {name} must hold numbers, got {_word(cell)!r} in row {row}: fill or remove the row, say "
-                f"{name}:VALUE|VALUE or {name}:#16 for categories, or leave {name} out of columns=…"
+                f"'{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
             )
+        values[row] = float(cell)
     return values
 
 

@@ -113,6 +113,18 @@ def answer(found: Sequence[Row]) -> list[str]:
     return [*said, *_quality(found, _best(found, lambda row: row.alignment, max))]
 
 
+def ranking(found: Sequence[Row]) -> str:
+    """Every method's bias on the same gradients, least first; nothing where fewer than two have one."""
+    known = sorted((row.same_bias, row.name) for row in found if row.same_bias is not None)
+    if len(known) < 2:
+        return ""
+    others = [row.name for row in found if row.same_bias is None]
+    alone = f" Not ranked: {', '.join(others)}, which only its own run can tell." if others else ""
+    return (
+        f"On the same gradients, least biased first: {', '.join(f'{name} {bias:.1%}' for bias, name in known)}.{alone}"
+    )
+
+
 def told(found: Sequence[Row]) -> list[str]:
     """The answer as plain text, what an audit refuted first."""
     return [text.replace("*", "") for text in (refuted(found), *answer(found)) if text]

@@ -7,6 +7,7 @@ Gives: Statement, as JSON values and as text.
 from __future__ import annotations
 
 import platform
+import textwrap
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -38,6 +39,7 @@ class Statement:
     refused: tuple[str, ...]
     excluded: tuple[str, ...]
     versions: dict[str, str]
+    weights: str = "float32"  # the format of the trained parameters
 
     @classmethod
     def of(cls, ledger: Ledger, **known: Any) -> Statement:
@@ -69,12 +71,15 @@ class Statement:
         releases = "1 release" if self.releases == 1 else f"{self.releases} releases"
         tested = "passed" if self.self_tested else "turned off"
         rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
+        wide = set(self.weights.split(", ")) <= {"float32", "float64"}
+        rounded = [] if wide else [f"  weights      {self.weights}: small updates round away"]
         lines = [
             f"({self.epsilon:.4g}, {self.delta:g})-differentially private: {self.relation} of the training data.",
             f"  accountant   {self.accountant}, grid {self.discretisation:g}, {releases}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             f"  method       {self.method}",
+            *rounded,
             f"  self-test    {tested}",
             f"  by vmap      {', '.join(self.fallbacks) or 'nothing'}",
             f"  also in ε    {'; '.join(self.also_released) or 'nothing: the steps are all that was released'}",
@@ -82,7 +87,13 @@ class Statement:
             f"  not covered  {'; '.join(self.excluded)}",
             f"  versions     {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
         ]
-        return "\n".join(lines) + "\n"
+        return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    """The line for a terminal, what does not fit below its beginning."""
+    indent = (15 if line.startswith(" ") else 2) * " "
+    return textwrap.fill(line, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 GROUPED = "Poisson within fixed groups, one group per step; a sample's group is its number modulo their count"

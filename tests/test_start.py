@@ -1,0 +1,119 @@
+"""make_private: what is wrong is said at once, and what is accepted with a warning is warned of."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clipwise as cw
+from clipwise import start
+from clipwise.types import InputError, Refused
+
+X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(40) % 3
+
+
+def net(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    middle: nn.Module = nn.BatchNorm2d(2) if norm else nn.Tanh()
+    return nn.Sequential(nn.Conv2d(1, 2, 3), middle, nn.Flatten(), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def begun(model: nn.Module | None = None, data: Any = (X, Y), others: tuple[Tensor, ...] = (), **changed: Any) -> Any:
+    model = net() if model is None else model
+    settings = {"noise_multiplier": 1.0, "steps": 2, "batch": 8, "noise": 1, "delta": 1e-3, **changed}
+    optimizer = torch.optim.SGD([*model.parameters(), *others], lr=0.1)
+    return cw.make_private(model, optimizer, data, **settings)
+
+
+def mean(model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, batch).mean()
+
+
+UNREAD = object()  # no data: refused as such as soon as it is looked at
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"data": UNREAD, "model": net(norm=True)}, "normalises with the batch's own statistics"),
+        ({"data": UNREAD, "model": nn.DataParallel(net())}, "write model.module"),
+        ({"data": UNREAD, "model": net().requires_grad_(False)}, "no trainable parameter"),
+        ({"data": UNREAD, "epsilon": -1}, "epsilon must be a number above 0, got -1"),
+        ({"data": UNREAD, "epsilon": 0}, "epsilon must be a number above 0, got 0"),
+        ({"data": UNREAD, "epsilon": None}, "say how private by one of epsilon or noise_multiplier"),
+        ({"data": UNREAD, "epsilon": None, "noise_multiplier": 0}, "noise_multiplier must be a number above 0, got 0"),
+        ({"data": UNREAD, "delta": 1.0}, "delta must be above 0 and below 1"),
+        ({"data": UNREAD, "accountant": "pdl"}, "did you mean 'pld'?"),
+        ({"data": UNREAD, "method": "pasc"}, "did you mean 'psac'?"),
+        ({"data": UNREAD, "noise": "secret"}, "noise must be 'secure' or a seed"),
+        ({"data": UNREAD, "post": "heavy_bal(0.9)"}, "heavy_ball"),
+        ({"data": UNREAD}, "data must be a tensor"),
+        ({"chunk": 0}, "chunk must be a whole number"),
+        ({"loss": mean}, "for 2 samples expected shape [2], got shape []"),
+        ({"data": (X.double(), Y)}, "the model is float32, the data float64: write x.to(torch.float32)"),
+        ({"data": (X.half(), Y), "model": net().double()}, "the model is float64, the data float16: write x.to"),
+    ],
+)
+def test_mistakes_are_said_before_the_noise_is_calibrated(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], message: str
+) -> None:
+    def calibrated(*_: Any) -> float:
+        raise AssertionError("calibrated before the mistake was said")
+
+    monkeypatch.setattr(start, "_calibrated", calibrated)
+    with pytest.raises((InputError, Refused), match=re.escape(message)):
+        begun(**{"noise_multiplier": None, "epsilon": 3.0, **changed})
+
+
+def test_the_look_at_the_loss_leaves_the_model_and_the_generator_as_they_were() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            return self.inner(x)
+
+    model, before = Counting(), torch.get_rng_state()
+    start._try_loss(model, cw.cross_entropy, start.as_dataset((X, Y)))
+    assert float(model.calls) == 0 and torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # what is not about formats stays as it is
+        start._try_loss(model, cw.cross_entropy, start.as_dataset((X[..., :3], Y)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_are_warned_of_and_stated(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    with pytest.warns(UserWarning, match=f"the weights are {name}, in which small updates round away: .*autocast") as w:
+        private = begun(net().to(dtype), (X.to(dtype), Y), self_test=False)
+    assert len(w) == 1 and w[0].filename == __file__
+    assert private.statement().weights == name and f"\n  weights      {name}: small" in private.statement().text()
+    with pytest.warns(UserWarning, match="round away"), pytest.raises(InputError, match="write model.to.torch.float32"):
+        begun(net().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_weights_are_not_warned_of(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stated = begun(net().to(dtype), (X.to(dtype), Y)).statement()
+    assert stated.weights == str(dtype).removeprefix("torch.") and "weights " not in stated.text()
+
+
+def test_parameters_that_are_not_the_models_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="the optimizer holds 2 parameters that are not the model's") as seen:
+        begun(others=tuple(nn.Linear(2, 2).parameters()))
+    assert len(seen) == 1 and seen[0].filename == __file__
+    frozen = net()
+    next(frozen.parameters()).requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begun(frozen)  # a frozen parameter is still the model's
