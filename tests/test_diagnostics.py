@@ -125,3 +125,12 @@ def test_a_diagnostic_never_reaches_the_ledger_or_the_statement() -> None:
     clipping_bias(cw.per_sample(model, cw.cross_entropy, data), private.method)
     assert private.ledger.releases == 0 and private.epsilon() == 0
     assert "bias" not in private.statement().text()
+
+
+def test_a_method_that_leaves_nothing_is_not_unbiased() -> None:
+    found = clipping_bias(
+        written({"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}, {"w": torch.zeros(2)}), cw.global_(1.0)
+    )
+    assert found.length == 0 and found.direction_error == 1.0
+    nothing = clipping_bias(written({"w": torch.zeros(2, 2)}, {"w": torch.zeros(2)}), cw.global_(1.0))
+    assert nothing.direction_error == 0.0

@@ -20,6 +20,7 @@ from clipwise import methods
 from clipwise.cli.runs import new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag, made
+from clipwise.report.folder import refuse_used
 from clipwise.training import Run
 from clipwise.types import InputError
 
@@ -30,7 +31,7 @@ def run(config: TrainConfig) -> str:
     assert config.model is not None  # it is resolved
     use_threads(config)
     if config.resume is None and config.folder is not None:
-        _refuse_used(Path(config.folder))  # now, before the data are read
+        refuse_used(Path(config.folder))  # now, before the data are read
     splits = splits_for(config, config.model)
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
@@ -55,11 +56,6 @@ def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
         if value != getattr(made(TrainConfig, spoken), name):
             raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
     return replace(settings_of(folder), **spoken)
-
-
-def _refuse_used(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"the folder {folder} is not empty; choose another, or resume the run that is in it")
 
 
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:

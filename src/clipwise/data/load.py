@@ -92,7 +92,7 @@ def _digits(source: Source) -> Splits:
     try:
         pictures, labels = importlib.import_module("sklearn.datasets").load_digits(return_X_y=True)
     except ImportError as error:
-        raise InputError(f"data 'digits' needs scikit-learn ({error}): write pip install scikit-learn") from error
+        raise InputError(f"data 'digits' needs scikit-learn ({error}): write pip install 'clipwise[demo]'") from error
     x = torch.from_numpy(pictures.reshape(-1, 1, 8, 8)).float() / 16
     return Splits(source.text, *divided("digits", x, torch.from_numpy(labels).long()), 10, (1, 8, 8))
 

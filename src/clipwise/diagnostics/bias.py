@@ -44,8 +44,13 @@ class ClippingBias:
 
     @property
     def direction_error(self) -> float:
-        """Share of g̃ that does not lie along ĝ: ‖c‖/‖g̃‖ in g̃ = a ĝ + c (paper 3, appendix C). 0 is unbiased."""
-        return self.across / self.length if self.length else 0.0
+        """Share of g̃ that does not lie along ĝ: ‖c‖/‖g̃‖ in g̃ = a ĝ + c (paper 3, appendix C). 0 is unbiased.
+
+        Where nothing is left of ĝ, as when every sample is above a threshold, it is 1: no part of g̃ lies along it.
+        """
+        if not self.length:
+            return 1.0 if self.magnitude else 0.0
+        return self.across / self.length
 
     @property
     def signal_to_noise(self) -> float | None:

@@ -25,6 +25,12 @@ DIAGNOSTICS, CALIBRATION, AUDIT = "diagnostics.jsonl", "calibration.json", "audi
 HIDDEN = "private-state.pt"  # not released by any step: it must not leave the machine, and goes when the run ends
 
 
+def refuse_used(folder: Path) -> None:
+    """Refuse a place where something is: no run is written over another."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"the folder {folder} is not empty; choose another, or resume the run that is in it")
+
+
 class RunFolder:
     """One run's folder.
 
@@ -36,8 +42,8 @@ class RunFolder:
         self.path = Path(path)
         if resume and not (self.path / CHECKPOINT).is_file():
             raise InputError(f"there is no run to resume in {self.path}: expected a folder with {CHECKPOINT}")
-        if not resume and self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise InputError(f"the folder {self.path} is not empty; choose another, or resume the run that is in it")
+        if not resume:
+            refuse_used(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
