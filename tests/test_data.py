@@ -293,7 +293,7 @@ def test_digits_are_images_in_the_unit_interval_split_80_to_20() -> None:
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(InputError, match="needs scikit-learn.*pip install 'clipwise\[demo\]'"):
+    with pytest.raises(InputError, match=r"needs scikit-learn.*pip install 'clipwise\[demo\]'"):
         load("digits")
 
 
