@@ -132,7 +132,8 @@ def test_normals_are_what_box_muller_says_to_the_last_digits() -> None:
         assert max(abs(a - b) for a, b in zip(part.tolist(), expected, strict=True)) < 1e-14
 
 
-def test_the_numbers_do_not_depend_on_how_many_threads_draw_them() -> None:
+def test_the_numbers_do_not_depend_on_how_many_threads_draw_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "_EACH", 1)
     before = torch.get_num_threads()
     draws = []
     try:
@@ -179,7 +180,8 @@ def test_two_secure_streams_differ_and_no_block_comes_back() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_draws_other_numbers() -> None:
+def test_a_forked_process_draws_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(randomness, "_EACH", 1)
     stream = SecureStream()
     stream.normal([70_000])  # with threads, where there are cores: none of them may be missed in the child
     read, write = os.pipe()

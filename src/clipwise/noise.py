@@ -53,16 +53,19 @@ def release(
     gradient: Gradient = {}
     counts: Gradient = {}
     scales: dict[tuple[bool, str], float] = {}  # a parameter may have a count's name
-    # one draw for everything outside CUDA, where a stream is fastest in long pieces
-    sizes = [v.numel() for part in private.parts for v in part.value.values() if not v.is_cuda]
-    normals = iter(stream.normal([sum(sizes)]).split(sizes))
-    for part in private.parts:
-        into, over = (counts, (1.0, None)) if part.is_count else (gradient, (divisor, dtype))
+    # one draw for everything outside CUDA, where a stream is fastest in long pieces; and one sum for each part
+    here = [{name: v for name, v in part.value.items() if not v.is_cuda} for part in private.parts]
+    sizes = [sum(v.numel() for v in values.values()) for values in here]
+    draws = stream.normal([sum(sizes)]).split(sizes)
+    for part, values, normals in zip(private.parts, here, draws, strict=True):
         scale = sigma * part.bound / math.sqrt(part.share)
-        for name, value in part.value.items():
-            scales[part.is_count, name] = scale
-            if not value.is_cuda:
-                into[name] = add_scaled(value, next(normals), scale, *over)
+        scales.update({(part.is_count, name): scale for name in part.value})
+        if values:
+            into, over = (counts, (1.0, None)) if part.is_count else (gradient, (divisor, dtype))
+            whole = torch.cat([value.flatten() for value in values.values()])
+            pieces = add_scaled(whole, normals, scale, *over).split([v.numel() for v in values.values()])
+            for (name, value), piece in zip(values.items(), pieces, strict=True):
+                into[name] = piece.view(value.shape).to(over[1] or value.dtype)
     for is_count, into, over in ((False, gradient, (divisor, dtype)), (True, counts, (1.0, None))):
         on_cuda = {n: v for p in private.parts if p.is_count == is_count for n, v in p.value.items() if v.is_cuda}
         if on_cuda:

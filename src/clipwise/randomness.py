@@ -30,6 +30,7 @@ _BLOCK = 1 << 17  # words per key, a megabyte: passes stay in the cache and seld
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
 _THREADS = 8  # at most: between their passes threads wait for the interpreter's lock
+_EACH = 8  # blocks for each thread, half a million normals: with fewer, PyTorch's own threads, which still spin, cost more
 
 
 class Stream(Protocol):
@@ -72,7 +73,8 @@ def add_scaled(
     value: Tensor, normals: Tensor, scale: float, divisor: float = 1.0, dtype: torch.dtype | None = None
 ) -> Tensor:
     """(``value`` + scale · normals)/divisor in float64 on the CPU, rounded once; overwrites ``normals``."""
-    total = normals.view(value.shape).mul_(scale).add_(value.to("cpu", torch.float64))
+    normals = normals.view(value.shape)
+    total = torch.add(value.to("cpu"), normals, alpha=scale, out=normals)
     return (total if divisor == 1 else total.div_(divisor)).to(value.device, dtype or value.dtype)
 
 
@@ -163,11 +165,11 @@ class _ChaCha20(ABC):
         return out
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Independent standard normals, float64, of that shape; as many threads as PyTorch uses, up to eight."""
+        """Independent standard normals, float64, of that shape; many of them in threads, as PyTorch has."""
         out = _empty(math.prod(shape))
         blocks = _split(out, _BLOCK // 2)
         starts = [self._next(use=1) for _ in blocks]  # in order, whichever thread comes to them
-        threads = min(torch.get_num_threads(), _THREADS, len(blocks))
+        threads = min(torch.get_num_threads(), _THREADS, len(blocks) // _EACH)
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
                 list(pool.map(_normals, blocks, starts))
