@@ -342,3 +342,12 @@ def test_a_second_advice_carries_what_the_first_spent(tmp_path: Path, capsys: py
     capsys.readouterr()
     before, after = (Ledger(folder / "ledger.jsonl").entries for folder in (first, second))
     assert after[0] == before[0] and len(after) == 2
+
+
+@pytest.mark.parametrize(("other", "said"), [(0.17, True), (0.12, False)])
+def test_methods_that_hardly_differ_are_said_not_to(other: float, said: bool) -> None:
+    options = [
+        advise.Option(f"{name}(clip_norm=1.0)", 1.0, at, 0.1, 2.0, 0.5, False)
+        for name, at in (("flat", 0.172), ("psac", other))
+    ]
+    assert ("No method stands out" in advise._reason(options[0], options, 5, 1)) == said

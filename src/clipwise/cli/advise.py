@@ -253,8 +253,14 @@ def _reason(pick: Option, options: Sequence[Option], clips: int, looks: int) -> 
     parts = (
         f"{pick.bias:.0%} of its clipped mean is off the true direction, and noise is {pick.noise:.3g} times as long."
     )
+    worst = min(option.alignment for option in options)
+    alike = (
+        f" No method stands out: at their best clip norms all are within {CLOSE:.0%}; the learning rate matters more."
+        if len(options) > 1 and worst >= (1 - CLOSE) * best.alignment
+        else ""
+    )
     free = " Its clip norm only scales the step: leave it and tune the learning rate." if pick.scale_free else ""
-    return f"{first} {parts}{free}"
+    return f"{first} {parts}{alike}{free}"
 
 
 def _figures(looks: Sequence[Diagnosis], clips: Sequence[float], pick: Option) -> list[Figure]:
