@@ -147,6 +147,9 @@ def test_explain_shows_each_weights_form_and_costs() -> None:
     form = next(site.form for site in found.sites if "layer.weight" in site.parameters)
     assert form.name in line
     assert f"{form.gram_cost:,}" in line and f"{form.written_cost:,}" in line
+    measured = next(line for line in found.explain(measure=True).splitlines() if "layer.weight" in line)
+    assert measured.startswith(line) and all(float(took) > 0 for took in measured.removeprefix(line).split())
+    assert len(measured.removeprefix(line).split()) == 2
     assert "vmap" in fast("einsum").explain()
     assert "backward" in fast("LayerNorm").explain()
 

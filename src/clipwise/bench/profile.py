@@ -6,17 +6,11 @@ Gives: for each parameter, how its norm is computed and the measured millisecond
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import torch
 
 from clipwise.bench.cases import CASES, GPU_CASES
 from clipwise.records import Capture, SampleGradients
-
-ROUNDS = 5
+from clipwise.records.timing import timed
 
 
 @dataclass(frozen=True)
@@ -40,16 +34,7 @@ def slowest(gradients: SampleGradients, most: int = 10) -> list[Layer]:
         for s in gradients.sites
         for n in s.parameters
     }
-    weights = torch.ones(gradients.samples, device=next(iter(gradients.like.values())).device)
-    layers = [
-        Layer(
-            name,
-            forms.get(name, "backward"),
-            _milliseconds(lambda records=records: [record.sq_norm() for record in records]),  # type: ignore[misc]
-            _milliseconds(lambda records=records: [record.total(weights) for record in records]),  # type: ignore[misc]
-        )
-        for name, records in gradients.records.items()
-    ]
+    layers = [Layer(name, forms.get(name, "backward"), *times) for name, times in timed(gradients).items()]
     return sorted(layers, key=lambda layer: -(layer.norm + layer.total))[:most]
 
 
@@ -59,16 +44,3 @@ def slowest_of(row: str, device: str = "cpu", batch: int | None = None) -> list[
     case = replace((GPU_CASES if on_cuda else CASES)[row], device=device, narrow=on_cuda)
     case = case if batch is None else replace(case, batch=batch)
     return slowest(Capture(case.model(), case.losses)(case.data()))
-
-
-def _milliseconds(call: Callable[[], object]) -> float:
-    wait: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        times.append(1000 * (time.perf_counter() - start))
-    return statistics.median(times)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clipwise.records.kinds import Dense, Record, cross, joined, wide
 from clipwise.records.tape import Site
+from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError
 
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
@@ -135,14 +136,17 @@ class SampleGradients:
             out[name] = sum(dense[1:], dense[0]) if dense else zeros
         return out
 
-    def explain(self) -> str:
-        """How each weight's norm was computed, and what it was chosen from."""
+    def explain(self, *, measure: bool = False) -> str:
+        """How each weight's norm was computed, and what it was chosen from; ``measure``: and how long it takes now."""
         head = f"{'parameter':40} {'operation':18} {'norm':9} {'gram':>12} {'written':>12}  multiplications a sample"
-        lines = [head]
+        lines = [head + ("; norm and sum, ms" if measure else "")]
+        times = timed(self) if measure else {}
         for site in self.sites:
             form = "vmap" if site.fallback else "backward" if site.form is None else site.form.name
-            costs = (f"{site.form.gram_cost:>12,} {site.form.written_cost:>12,}") if site.form else ""
-            lines.append(f"{', '.join(site.parameters):40} {site.operation:18} {form:9} {costs}".rstrip())
+            costs = (f"{site.form.gram_cost:>12,} {site.form.written_cost:>12,}") if site.form else f"{'':25}"
+            own = [times[name] for name in site.parameters if name in times]
+            took = f" {sum(norm for norm, _ in own):9.3f} {sum(total for _, total in own):9.3f}" if own else ""
+            lines.append(f"{', '.join(site.parameters):40} {site.operation:18} {form:9} {costs}{took}".rstrip())
         lines.append(EXPLAINED)
         return "\n".join(lines)
 
