@@ -143,6 +143,7 @@ def test_a_rows_name_opens_that_runs_statement(shown: Open, compared: Path) -> N
     page = shown(compared)
     assert page.locator("details[open]").count() == 0
     page.locator("#runs tbody a").nth(2).click()
+    page.locator("details[open]").first.wait_for()  # it opens when the page's address has changed, a moment later
     (opened,) = page.locator("details[open]").all()
     assert opened.get_attribute("id") == "run-2" and "differentially private" in opened.inner_text()
 
