@@ -14,6 +14,7 @@ import clipwise
 from clipwise.methods import adaptive, flat, layerwise
 from clipwise.records import Capture, traced, trainable
 from clipwise.records import compiled as compiled_module
+from clipwise.records import lean as lean_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.tape import tensors
 from clipwise.step import private_sum
@@ -151,7 +152,7 @@ def calls(graph: Any, name: str) -> int:
 def test_a_lean_graph_computes_no_statistics_twice_and_gives_the_same_numbers() -> None:
     graph, values, both = normalised_graph()
     expected = graph(values, both)
-    found = compiled_module.lean(graph, values, both)
+    found = lean_module.lean(graph, values, both)
     assert (
         calls(found, "native_group_norm.default") == 0 and calls(found, "var_mean") == 2
     )  # of the group and the layer norm
@@ -168,7 +169,7 @@ def test_copies_to_channels_first_before_a_group_norm_are_dropped_and_the_number
     graph = make_fx(function)(x)
     assert calls(graph, "clone") == 1
     expected = graph(x)
-    assert calls(compiled_module.relaid(graph), "clone") == 0
+    assert calls(lean_module.relaid(graph), "clone") == 0
     torch.testing.assert_close(graph(x), expected)
 
 
@@ -183,7 +184,7 @@ def test_what_is_written_in_place_is_neither_lost_nor_taken_for_a_repeat() -> No
     x = torch.randn(5, 4, 2, 3)
     graph = make_fx(function)(x)
     assert calls(graph, "relu_") == 1
-    torch.testing.assert_close(compiled_module.lean(graph, x)(x), function(x))
+    torch.testing.assert_close(lean_module.lean(graph, x)(x), function(x))
 
 
 def test_costly_repeats_are_done_once_and_what_is_cheap_random_or_of_another_type_is_left() -> None:
@@ -192,7 +193,7 @@ def test_costly_repeats_are_done_once_and_what_is_cheap_random_or_of_another_typ
         narrow = x.to(torch.bfloat16) @ x.T.to(torch.bfloat16) + x.to(torch.bfloat16) @ x.T.to(torch.bfloat16)
         return one + other + narrow.sum() + torch.rand_like(x) + torch.rand_like(x) + x.sum(0, keepdim=True) + x.sum(0)
 
-    found = compiled_module.without_repeats(make_fx(function)(torch.zeros(3, 3)))
+    found = lean_module.without_repeats(make_fx(function)(torch.zeros(3, 3)))
     found.graph.eliminate_dead_code()
     assert (calls(found, "rand_like"), calls(found, "_to_copy"), calls(found, "mm")) == (2, 2, 1)
     assert calls(found, "sum.dim_IntList") == 3  # of exp, and of x in two ways

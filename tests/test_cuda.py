@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from clipwise.methods import flat, normalised
 from clipwise.records import Capture, oracle, trainable
 from clipwise.records.checks import self_test
 from clipwise.records.compiled import CompiledCapture
+from clipwise.records.kinds import Convolution, Geometry, Outer
 from clipwise.step import GPU_MARGIN, MARGIN, private_sum, weigh
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -254,3 +256,49 @@ def test_networks_pass_the_self_test_where_products_are_in_tf32_and_in_bfloat16(
             return loss(model, batch)
 
     self_test(model, narrow, batch)
+
+
+def test_in_tf32_what_is_summed_is_what_was_measured_even_where_it_cancels() -> None:
+    # rounded by the library, w b would have other factors than the norm was taken of
+    torch.manual_seed(0)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        a, b = torch.randn(4, 1, 32, 64, device="cuda"), torch.randn(4, 1, 32, 48, device="cuda")
+        rows = Outer(torch.cat([a, a], 2), torch.cat([b, -b * (1 + 2.0**-9)], 2), torch.Size([48, 64]))
+        x, y = torch.randn(4, 16, 8, 8, device="cuda"), torch.randn(4, 32, 8, 8, device="cuda")
+        geometry = Geometry(torch.Size([32, 16, 3, 3]), (1, 1), (1, 1), (1, 1), 1)
+        images = Convolution(x, y, geometry).plus(Convolution(x, -y * (1 + 2.0**-9), geometry))
+        for record in (rows, images):
+            norms = record.sq_norm().double().sqrt()
+            for i in range(4):
+                alone = torch.where(torch.arange(4, device="cuda") == i, 1 / norms, 0.0).float()
+                assert abs(float(record.total(alone).double().norm()) - 1) < 1e-3
+        weighted = (rows.b / rows.sq_norm().sqrt()[:, None, None, None]).transpose(2, 3) @ rows.a
+        assert float(weighted.flatten(1).norm(dim=1).max()) > 1.003
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_weights_are_recorded_where_the_rule_stays_the_same_and_are_the_eager_ones(case: Any) -> None:
+    model, batch = case
+    model.to("cuda")
+    names, parameters, data = tuple(trainable(model)), trainable(model), moved(batch, torch.float32)
+    compiled, eager = CompiledCapture(model, loss, N, [names], {"backend": "eager"}), Capture(model, loss)
+    asked = replace(flat(0.1), weigh=lambda n: n * 0 + float(n.mean() > -1))  # cannot be recorded: it asks for a value
+    methods = [*4 * [flat(0.1)], flat(0.2), *4 * [asked], *3 * [flat(0.3)]]
+    steady = {id(m): m for m in methods}
+    for step, method in enumerate(methods):
+        samples = N - step % 3
+        rows = [t[:samples].clone() for t in data]
+        broken = step in (3, 11) and rows[0].is_floating_point()
+        if broken:
+            rows[0][1] = torch.nan
+        (fast, seen), (slow, _) = (private_sum(method, parameters, [c(tuple(rows))]) for c in (compiled, eager))
+        assert seen.samples == samples and seen.non_finite == int(broken)
+        for name, value in slow.parts[0].value.items():
+            assert (fast.parts[0].value[name] - value).norm() <= 5e-3 * value.norm() + 1e-6
+        (graphs,) = compiled._graphs.values()
+        recorded = graphs._weights._recorded is not None
+        assert recorded == (step in (1, 2, 3, 10, 11))
+    assert len(steady) == 4

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from clipwise.records import trainable
 from clipwise.records.capture import traced
-from clipwise.records.compiled import lean
 from clipwise.records.decompositions import group_norm, group_norm_backward
+from clipwise.records.lean import lean
 from clipwise.types import Batch
 
 aten = torch.ops.aten

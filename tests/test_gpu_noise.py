@@ -7,6 +7,7 @@ Gives: the kernel against RFC 8439 and against its twin in plain torch; the rest
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import os
 import sys
@@ -172,8 +173,85 @@ def test_nothing_is_written_beyond_the_last_number(device: str, size: int, monke
 
 def test_a_view_with_gaps_gets_the_noise_of_its_copy(device: str) -> None:
     whole = torch.arange(60.0, device=device).view(6, 10)
-    for view in (whole.T, whole[::2, 1::3], whole[0].expand(4, 10)):
-        assert torch.equal(noisy(view, 2.0, KEY, NONCE), noisy(view.clone().contiguous(), 2.0, KEY, NONCE))
+    for view in (whole[::2, 1::3], whole.T[::2], whole[:, 3], whole[0].expand(4, 10)):
+        expected = noisy(view.clone().contiguous(), 2.0, KEY, NONCE)
+        for out in (noisy(view, 2.0, KEY, NONCE), gpu_noise.noisy_all([view], [2.0], KEY, NONCE)[0]):
+            assert torch.equal(out, expected) and out.is_contiguous()
+
+
+def layouts(device: str) -> dict[str, Tensor]:
+    """Tensors that fill their memory, each in an order of its own, with numbers that tell their places apart."""
+    whole = torch.arange(210.0, device=device)
+    return {
+        "contiguous": whole.view(2, 3, 5, 7),
+        "channels last": whole.view(2, 3, 5, 7).to(memory_format=torch.channels_last),
+        "channels last, 3D": whole.view(1, 2, 3, 5, 7).to(memory_format=torch.channels_last_3d),
+        "transposed": whole.view(14, 15).T,
+        "axes turned": whole.view(5, 6, 7).permute(1, 2, 0),
+        "an axis of one": whole.view(14, 15).T.as_strided((15, 1, 14), (1, 999, 15)),
+        "within another": whole.view(14, 15)[3:8].T,
+        "one of one": whole[5:].as_strided((1,), (7,)),
+        "a row": whole[1:],
+        "scalar": whole[3],
+        "empty": whole[:0].view(3, 0, 2),
+        "empty and transposed": whole[:0].view(3, 0).T,
+    }
+
+
+@pytest.mark.parametrize("name", layouts("cpu"))
+def test_a_tensor_that_fills_its_memory_keeps_its_strides_and_gets_its_noise_in_memory_order(
+    device: str, name: str
+) -> None:
+    value = layouts(device)[name]
+    size = value.numel()
+    inside = torch.as_strided(value, (size,), (1,))  # as it lies in memory
+    z = normals(keystream_words(KEY, NONCE, -(-size // 4)), size)
+    out = noisy(value, 2.0, KEY, NONCE)
+    assert out.shape == value.shape and out.stride() == value.stride()
+    expected = (inside.cpu().double() + 2.0 * z).float()
+    torch.testing.assert_close(out.as_strided((size,), (1,)).cpu(), expected)
+    assert torch.equal(gpu_noise.noisy_all([value], [2.0], KEY, NONCE)[0], out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_tensors_keep_their_strides_and_each_gets_what_its_memory_would_get(
+    device: str, dtype: torch.dtype
+) -> None:
+    gaps = torch.arange(60.0, device=device).view(6, 10)[::2, 1::3]
+    values = [gaps, *layouts(device).values(), gaps]
+    scales = [0.5 + i for i in range(len(values))]
+    found = gpu_noise.noisy_all(values, scales, KEY, NONCE, 4.0, dtype)
+    given = [gaps.contiguous(), *values[1:-1], gaps.contiguous()]
+    inside = [value.as_strided((value.numel(),), (1,)) for value in given]
+    expected = gpu_noise.noisy_all(inside, scales, KEY, NONCE, 4.0, dtype)
+    for out, value, flat in zip(found, given, expected, strict=True):
+        assert out.shape == value.shape and out.stride() == value.stride() and out.dtype == dtype
+        assert torch.equal(out.as_strided(flat.shape, (1,)), flat)
+    addresses = sorted((out.data_ptr(), out.numel() * out.element_size()) for out in found if out.numel())
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(addresses))  # no number is written twice
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "dense"),
+    [
+        ((), (), True),
+        ((4,), (1,), True),
+        ((4,), (2,), False),
+        ((1,), (9,), True),
+        ((2, 3), (3, 1), True),
+        ((2, 3), (1, 2), True),
+        ((2, 3), (1, 3), False),  # a gap
+        ((2, 3), (1, 1), False),  # overlaps, with fewer places than numbers
+        ((2, 3), (0, 1), False),
+        ((2, 1, 3), (3, 0, 1), True),
+        ((4, 3, 2, 2), (12, 1, 6, 3), True),
+        ((4, 3, 2, 2), (24, 1, 6, 3), False),
+    ],
+)
+def test_a_tensor_is_dense_where_it_fills_its_memory_with_each_number_once(
+    shape: tuple[int, ...], strides: tuple[int, ...], dense: bool
+) -> None:
+    assert gpu_noise._dense(shape, strides) == dense
 
 
 def test_the_key_does_not_stay_on_the_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +361,27 @@ def test_a_release_sends_all_cuda_tensors_to_one_launch_and_the_rest_keeps_its_n
     scales = [2.0 * 0.5 / math.sqrt(0.25), 2.0 * 3.0 / math.sqrt(0.75)]
     assert [scale for scale, _, _ in calls] == scales and len({(key, nonce) for _, key, nonce in calls}) == 1
     noise = SeededStream(5).normal([7])
+    assert set(released) == set("abcd")
     assert torch.equal(released["b"], (here.double() + scales[0] * noise[:6].view(3, 2)).float())
     assert torch.equal(released["d"], (2.0 + scales[1] * noise[6]).float())
+
+
+def test_gradients_and_counts_on_cuda_keep_their_names_and_scales_and_draw_nothing_on_the_cpu(
+    calls: list[tuple[float, bytes, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(randomness._ChaCha20, "normal")
+    one, two, three = (torch.full((4,), i).as_subclass(OnCuda) for i in (1.0, 2.0, 3.0))
+    parts = (
+        Part({"a": one, "b": two}, 0.5, 0.25),
+        Part({"a": three}, 0.5, 0.5, is_count=True),
+        Part({"c": three}, 3.0, 0.25),
+    )
+    released = release(PrivateSum(parts), PoissonGaussian(2.0, 0.1), SecureStream(), divisor=4.0)
+    assert [scale for scale, _, _ in calls] == [2.0, 2.0, 12.0, 1.0 / math.sqrt(0.5)]
+    assert len({key for _, key, _ in calls}) == 2  # gradients and counts: each its own launch
+    assert {name: float(value[0]) for name, value in released.gradient.items()} == {"a": 1, "b": 2, "c": 3}
+    assert {name: float(value[0]) for name, value in released.counts.items()} == {"a": 3}
+    assert released.deviation == {"a": 0.5, "b": 0.5, "c": 3.0}
 
 
 @pytest.mark.parametrize("stream", [SeededStream(3), SecureStream()])
@@ -345,3 +442,35 @@ def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_er
     for values, scales in (([torch.zeros(2), torch.zeros(2).double()], [1.0, 1.0]), ([torch.zeros(2)], [1.0, 2.0])):
         with pytest.raises(InputError, match="one format and device"):
             gpu_noise.noisy_all(values, scales, KEY, NONCE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"values": [torch.zeros(3, dtype=torch.bfloat16)] * 2}, "float32 or float64"),
+        ({"values": [torch.zeros(3), torch.zeros(1).expand((1 << 34) + 1)]}, "several calls"),
+        ({"values": [torch.zeros(1).expand(1 << 33)] * 2 + [torch.zeros(1)], "scales": [1.0] * 3}, "several calls"),
+        ({"scales": [1.0, 0.0]}, "scale"),
+        ({"scales": [1.0, math.nan]}, "scale"),
+        ({"scales": [-1.0, 1.0]}, "scale"),
+        ({"scales": [1.0, "1"]}, "scale"),
+        ({"divisor": 0.0}, "divisor"),
+        ({"key": bytes(31)}, "32 bytes"),
+        ({"nonce": 1 << 96}, "nonce"),
+    ],
+)
+def test_bad_input_for_many_tensors_is_an_input_error(
+    wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None, None))
+    given = {"values": [torch.zeros(3), torch.zeros(2)], "scales": [1.0, 2.0], "key": KEY, "nonce": NONCE}
+    with pytest.raises(InputError, match=message):
+        gpu_noise.noisy_all(**{**given, **wrong})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_release_of_channels_last_sums_on_cuda_keeps_their_strides() -> None:
+    value = torch.zeros(8, 3, 5, 5, device="cuda").to(memory_format=torch.channels_last)
+    private = PrivateSum((Part({"w": value, "b": torch.zeros(8, device="cuda")}, 1.0, 1.0),))
+    released = release(private, PoissonGaussian(1.0, 0.1), SecureStream(), 2.0).gradient
+    assert released["w"].stride() == value.stride() and bool((released["w"] != 0).all())

@@ -127,16 +127,6 @@ def test_a_record_of_several_images_is_their_sum_also_where_they_are_added_one_b
     torch.testing.assert_close(record.merged(2).merged(3).dense(), expected.sum(0, keepdim=True))
 
 
-def test_a_sample_of_weight_zero_adds_exactly_nothing_even_where_it_is_not_finite() -> None:
-    x, b, *geometry = (t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in case(3, 4, (5, 5), 6, (3, 3)))
-    broken = x.clone()
-    broken[1] = torch.nan
-    weights = torch.tensor([0.5, 0.0, 2.0], device=DEVICE)
-    for dtype in (torch.float64, torch.float16):
-        totals = [convolution_total(t.to(dtype), b.to(dtype), weights, *geometry) for t in (x, broken)]
-        assert bool(totals[0].isfinite().all()) and torch.equal(*totals)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twin_accumulates_half_precision_in_float32(dtype: torch.dtype) -> None:
     arguments = case(3, 5, (9, 7), 4, (3, 3), padding=(1, 1), dtype=dtype)

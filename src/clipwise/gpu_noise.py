@@ -5,7 +5,9 @@ Gives: the tensor with noise added; many tensors also over a divisor, and in ano
 
 The numbers mean what they mean on the CPU (``randomness``): 53-bit uniforms, and every normal is the sum of two draws
 that share no Box–Muller pair. One ChaCha20 block is 16 words, 8 uniforms, 4 pairs: 4 outputs. Of B blocks, block b
-makes the outputs b, b + B, b + 2B and b + 3B, so that neighbouring threads touch neighbouring numbers.
+makes the outputs b, b + B, b + 2B and b + 3B, so that neighbouring threads touch neighbouring numbers. Outputs are
+counted as they lie in memory: the noise is independent, so that it does not matter which number gets which, and a
+tensor with its channels last is read and written as it is.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ _THREADS = 128  # ChaCha20 blocks per program, one per thread; the numbers do no
 def noisy(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
     """``value`` + scale · z with z independent standard normals, drawn and added in float64 and rounded once.
 
-    Guarantees: the same key and nonce give the same z; another key or nonce gives independent ones. Neither is compiled
-    into a kernel, and the key's copy on the device is erased. Edge cases: an empty tensor gives an empty one; a CUDA
-    graph would replay one key for ever, and is refused.
+    Guarantees: the same key and nonce give the same z, in the order of the numbers in memory; another key or nonce
+    gives independent ones. Neither is compiled into a kernel, and the key's copy on the device is erased. The result
+    has the strides of ``value``, or is contiguous where ``value`` has gaps or repeats in memory. Edge cases: an empty
+    tensor gives an empty one; a CUDA graph would replay one key for ever, and is refused.
     """
-    _check(value)
-    out = torch.empty_like(value, memory_format=torch.contiguous_format)
-    blocks = -(-value.numel() // 4)
-    _launch(_kernels()[0], blocks, key, nonce, positive("scale", scale), out, value.contiguous(), value.numel())
+    _check_dtype(value.dtype)
+    size = value.numel()
+    if size > 1 << 34:
+        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {size}: split the tensor")
+    given = _without_gaps(value)
+    out = torch.empty_like(given)  # which keeps the strides of a tensor without gaps
+    _launch(_kernels()[0], -(-size // 4), key, nonce, positive("scale", scale), out, given, size)
     return out
 
 
@@ -56,36 +62,55 @@ def noisy_all(
     """
     if len({(value.dtype, value.device) for value in values}) > 1 or len(values) != len(scales):
         raise InputError(f"expected tensors of one format and device, and a scale for each, got {len(scales)} scales")
-    for value, scale in zip(values, scales, strict=True):
-        _check(value)
+    for scale in set(scales):  # few for many tensors, and the device waits for this loop
         positive("scale", scale)
     positive("divisor", divisor)
-    sizes = [value.numel() for value in values]
-    kind = dtype if dtype is not None else values[0].dtype if values else None
-    room = torch.empty(sum(sizes), dtype=kind, device=values[0].device if values else None)  # one piece for all
-    out = [piece.view(value.shape) for piece, value in zip(room.split(sizes), values, strict=True)]
-    given = [value.contiguous() for value in values]
+    if not values:
+        return []
+    _check_dtype(values[0].dtype)
+    sizes = list(map(Tensor.numel, values))
     # every tensor begins with a program of its own, so that a program has one tensor
-    programs = [-(-value.numel() // (4 * _THREADS)) for value in given]
-    firsts = [0, *itertools.accumulate(programs)]
+    firsts = list(itertools.accumulate([-(-size // (4 * _THREADS)) for size in sizes], initial=0))
     if firsts[-1] * _THREADS > 1 << 32:
         raise InputError("ChaCha20 counts at most 2³² blocks, 2³⁴ numbers: release the tensors in several calls")
-    rows = [
-        struct.pack("<qqqqdd", to.data_ptr(), value.data_ptr(), value.numel(), first, scale, divisor)
-        for to, value, first, scale in zip(out, given, firsts, scales, strict=False)
-        if value.numel()
-    ]
+    room = torch.empty(sum(sizes), dtype=dtype or values[0].dtype, device=values[0].device)  # one piece for all
+    out = list(torch.unsafe_split_with_sizes(room, sizes))  # faster than views that autograd follows
+    given = [_without_gaps(value) for value in values]
+    rows: list[float] = []
+    address, width = room.data_ptr(), room.element_size()
+    for i, (value, size, scale) in enumerate(zip(given, sizes, scales, strict=True)):
+        strides = value.stride()
+        if strides != (1,):  # else the piece is as it should be
+            out[i] = out[i].as_strided(value.shape, strides)
+        if size:
+            rows += (address, value.data_ptr(), size, firsts[i], scale, divisor)
+            address += size * width
     if rows:
-        table = b"".join(rows)
-        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, out[0], given[0], len(rows), more=table)
+        table = struct.pack("<" + "qqqqdd" * (len(rows) // 6), *rows)
+        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, room, given[0], len(rows) // 6, more=table)
     return out
 
 
-def _check(value: Tensor) -> None:
-    if value.dtype not in (torch.float32, torch.float64):
-        raise InputError(f"noise is added to float32 or float64, got {value.dtype}: write value.float()")
-    if value.numel() > 1 << 34:
-        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {value.numel()}: split the tensor")
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.float64):
+        raise InputError(f"noise is added to float32 or float64, got {dtype}: write value.float()")
+
+
+def _without_gaps(value: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where its numbers are not one piece of memory that holds each of them once."""
+    return value if value.is_contiguous() or _dense(value.shape, value.stride()) else value.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether such a tensor fills its memory, with its axes in any order: channels last, or transposed."""
+    filled = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1:  # one number takes no step
+            if stride != filled:
+                return False
+            filled *= size
+    return True
 
 
 def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -> Tensor:
@@ -98,7 +123,7 @@ def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -
 def _launch(
     kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out: Tensor, *arguments: Any, more: bytes = b""
 ) -> None:
-    """Run the kernel on the device of ``out``, unless there is nothing to do. ``more`` follows the scale."""
+    """Run the kernel on the device of ``out``, unless there is nothing to do. ``more`` comes after the scale."""
     if len(key) != 32 or whole("nonce", nonce, least=0) >= 1 << 96:
         raise InputError(f"ChaCha20 needs a key of 32 bytes and a nonce below 2⁹⁶, got {len(key)} bytes and {nonce}")
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -110,8 +135,7 @@ def _launch(
     packed = struct.pack("<16s32s4x12sd", b"expand 32-byte k", key, nonce.to_bytes(12, "little"), scale)
     inputs = torch.frombuffer(bytearray(packed + more), dtype=torch.uint8).to(out.device, non_blocking=True)
     with torch.cuda.device_of(inputs):
-        state, factor = inputs[:64].view(torch.int32), inputs[64:].view(torch.float64)
-        kernel[(-(-blocks // _THREADS),)](out, *arguments, state, factor, blocks, _THREADS, num_warps=4)
+        kernel[(-(-blocks // _THREADS),)](out, *arguments, inputs, blocks, _THREADS, num_warps=4)
     inputs.zero_()  # freed memory is handed on as it is
 
 
@@ -135,31 +159,31 @@ def _add_noise(
     out: tl.tensor,
     value: tl.tensor,
     size: tl.tensor,
-    state: tl.tensor,
-    factor: tl.tensor,
+    inputs: tl.tensor,
     blocks: tl.tensor,
     threads: tl.constexpr,
 ) -> None:
-    """Kernel: out = value + factor · z."""
+    """Kernel: out = value + scale · z."""
+    state, scale = inputs.to(tl.pointer_type(tl.int32)), tl.load((inputs + 64).to(tl.pointer_type(tl.float64)))
     b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
-    _four(value, out, b, b, blocks, size, tl.load(factor), 1.0, state)
+    _four(value, out, b, b, blocks, size, scale, 1.0, state)
 
 
 def _add_noise_to_all(
     out: tl.tensor,
     value: tl.tensor,
     tensors: tl.tensor,
-    state: tl.tensor,
-    factor: tl.tensor,
+    inputs: tl.tensor,
     blocks: tl.tensor,
     threads: tl.constexpr,
 ) -> None:
-    """Kernel: for every tensor of the table behind ``factor``: [out, value, size, first program, scale, divisor].
+    """Kernel: for every tensor of the table behind the scale: [out, value, size, first program, scale, divisor].
 
     ``out`` and ``value`` are there for their formats.
     """
     program = tl.program_id(0).to(tl.int64)
-    table = (factor + 1).to(tl.pointer_type(tl.int64))
+    table = (inputs + 72).to(tl.pointer_type(tl.int64))
+    numbers = (inputs + 72).to(tl.pointer_type(tl.float64))
     low, high = 0, tensors  # the last tensor that begins at this program or before
     while high - low > 1:
         middle = (low + high) // 2
@@ -176,9 +200,9 @@ def _add_noise_to_all(
         program * threads + tl.arange(0, threads),
         (size + 3) // 4,
         size,
-        tl.load(factor + 6 * low + 5),
-        tl.load(factor + 6 * low + 6),
-        state,
+        tl.load(numbers + 6 * low + 4),
+        tl.load(numbers + 6 * low + 5),
+        inputs.to(tl.pointer_type(tl.int32)),
     )
 
 
@@ -207,10 +231,10 @@ def _four(
     _add(value, out, at, scale * z3, divisor, (b < blocks) & (at < size))
 
 
-def _write_words(out: tl.tensor, state: tl.tensor, factor: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
+def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
     """Kernel: the keystream, block after block."""
     b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
-    words = _block(state, b.to(tl.uint32))
+    words = _block(inputs.to(tl.pointer_type(tl.int32)), b.to(tl.uint32))
     for i in tl.static_range(16):
         tl.store(out + b * 16 + i, words[i].to(tl.int32, bitcast=True), mask=b < blocks)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from clipwise.randomness import Stream, add_scaled
 from clipwise.types import (
@@ -18,6 +19,7 @@ from clipwise.types import (
     Gradient,
     InputError,
     MemoryGaussian,
+    Part,
     PoissonGaussian,
     PrivateSum,
     Refused,
@@ -35,11 +37,12 @@ def release(
 
     Guarantees: a block of bound C and share p gets independent Gaussian noise of standard deviation σ C/√p; since the
     shares add up to at most 1, the blocks together are one Gaussian mechanism with noise multiplier σ. The noise is
-    drawn and added in float64; only the noisy sum is rounded, to ``dtype`` or the sum's own format.
+    drawn and added in float64; only the noisy sum is rounded, to ``dtype`` or the sum's own format. On CUDA it lies in
+    memory as the sum does, so that an optimizer meets the parameter's own order.
     """
     if type(event) not in EVENTS:  # a subclass may mean something else
-        names = ", ".join(kind.__name__ for kind in EVENTS)
-        raise InputError(f"expected an event of {names}, got {type(event).__name__}")
+        known = ", ".join(kind.__name__ for kind in EVENTS)
+        raise InputError(f"expected an event of {known}, got {type(event).__name__}")
     sigma = positive("noise_multiplier", event.noise_multiplier)
     positive("divisor", divisor)
     if not isinstance(private, PrivateSum):
@@ -52,23 +55,36 @@ def release(
         )
     gradient: Gradient = {}
     counts: Gradient = {}
-    scales: dict[tuple[bool, str], float] = {}  # a parameter may have a count's name
-    # one draw for everything outside CUDA, where a stream is fastest in long pieces; and one sum for each part
-    here = [{name: v for name, v in part.value.items() if not v.is_cuda} for part in private.parts]
-    sizes = [sum(v.numel() for v in values.values()) for values in here]
-    draws = stream.normal([sum(sizes)]).split(sizes)
-    for part, values, normals in zip(private.parts, here, draws, strict=True):
+    deviation: dict[str, float] = {}
+    on_cuda: dict[bool, tuple[list[str], list[Tensor], list[float]]] = {False: ([], [], []), True: ([], [], [])}
+    elsewhere: list[tuple[Part, float, Gradient]] = []
+    for part in private.parts:
         scale = sigma * part.bound / math.sqrt(part.share)
-        scales.update({(part.is_count, name): scale for name in part.value})
-        if values:
+        names, values, scales = on_cuda[part.is_count]
+        here: Gradient = {}
+        for name, value in part.value.items():
+            if value.is_cuda:
+                names.append(name)
+                values.append(value)
+                scales.append(scale)
+            else:
+                here[name] = value
+        if here:
+            elsewhere.append((part, scale, here))
+        if not part.is_count:
+            deviation.update(dict.fromkeys(part.value, scale / divisor))
+    if elsewhere:
+        # one draw for everything outside CUDA, where a stream is fastest in long pieces; and one sum for each part
+        sizes = [sum(v.numel() for v in here.values()) for _, _, here in elsewhere]
+        draws = stream.normal([sum(sizes)]).split(sizes)
+        for (part, scale, here), normals in zip(elsewhere, draws, strict=True):
             into, over = (counts, (1.0, None)) if part.is_count else (gradient, (divisor, dtype))
-            whole = torch.cat([value.flatten() for value in values.values()])
-            pieces = add_scaled(whole, normals, scale, *over).split([v.numel() for v in values.values()])
-            for (name, value), piece in zip(values.items(), pieces, strict=True):
+            whole = torch.cat([value.flatten() for value in here.values()])
+            pieces = add_scaled(whole, normals, scale, *over).split([v.numel() for v in here.values()])
+            for (name, value), piece in zip(here.items(), pieces, strict=True):
                 into[name] = piece.view(value.shape).to(over[1] or value.dtype)
-    for is_count, into, over in ((False, gradient, (divisor, dtype)), (True, counts, (1.0, None))):
-        on_cuda = {n: v for p in private.parts if p.is_count == is_count for n, v in p.value.items() if v.is_cuda}
-        if on_cuda:
-            own = [scales[is_count, name] for name in on_cuda]
-            into.update(zip(on_cuda, stream.noisy_all(list(on_cuda.values()), own, *over), strict=True))
-    return Released(gradient, counts, event, {name: scales[False, name] / divisor for name in gradient})
+    for is_count, (names, values, scales) in on_cuda.items():
+        if names:
+            into, over = (counts, (1.0, None)) if is_count else (gradient, (divisor, dtype))
+            into.update(zip(names, stream.noisy_all(values, scales, *over), strict=True))
+    return Released(gradient, counts, event, deviation)

@@ -232,9 +232,12 @@ class Private:
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
         filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
         self.state = PublicState(past, released.gradient, filtered)
-        for name, parameter in parameters.items():
-            # a copy: an optimizer may write into its gradients, and these are what was released or a filter's state
-            parameter.grad = update[name].to(parameter.dtype, copy=True)
+        # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
+        # with the parameters' own strides, so that it can update many at once
+        gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
+        torch._foreach_copy_(gradients, [update[name] for name in parameters])
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
         self._stepping = True
         try:
             self.optimizer.step()

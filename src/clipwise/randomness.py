@@ -235,7 +235,7 @@ class SeededStream(_ChaCha20):
 
     *Guarantees.* The same seed and step give the same numbers; steps are independent of each other, and so are the
     uniforms and the normals of one step, in whatever order they are asked for. On CUDA the noise is another, since the
-    kernel orders its numbers differently.
+    kernel orders its numbers differently: as the tensor lies in memory, whose order it keeps.
     """
 
     def __init__(self, seed: int, step: int | None = None) -> None:

@@ -6,7 +6,7 @@ Gives: the private sum; ``noise.release`` makes it public, over the expected bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,20 +49,16 @@ def private_sum(
     ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
-    groups = [block.names for block in blocks]
+    groups, rule = [block.names for block in blocks], Rule(tuple(blocks))
     total: Gradient = {}
     count, samples, lost = 0.0, 0, 0
     for gradients in chunks:
         if not gradients.samples:
             continue
-        norms = gradients.norms(groups)  # [sample, block]
-        finite = norms.isfinite().all(1)
-        infinite = _soon((~finite).sum())
-        known = torch.where(finite[:, None], norms, 0.0)
-        weights = torch.where(finite[:, None], weigh(blocks, known), 0.0)  # [sample, block]
+        norms, weights, infinite = gradients.weighed(rule, groups)  # [sample, block], twice
         sums = gradients.weighted_sum(weights, groups)  # before it is known whether it holds: a GPU need not wait
         if infinite():
-            gradients = gradients.masked(finite)
+            gradients = gradients.masked(norms.isfinite().all(1))
             sums = gradients.weighted_sum(weights, groups)
         if alone and residual is None:
             if total:
@@ -71,9 +67,12 @@ def private_sum(
         else:
             _add(sums, total)
         if residual is not None:
-            _add(gradients.weighted_sum(torch.where(finite[:, None], 1 - weights, 0.0), groups), residual)
+            finite = norms.isfinite().all(1, keepdim=True)
+            _add(gradients.weighted_sum(torch.where(finite, 1 - weights, 0.0), groups), residual)
         if method.count is not None:
-            values = method.count.of(known.square().sum(1).sqrt()).clamp(-0.5, 0.5)  # whatever the method says
+            finite = norms.isfinite().all(1)
+            values = method.count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
+            values = values.clamp(-0.5, 0.5)  # whatever the method says
             count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
         samples, lost = samples + gradients.samples, lost + infinite()
     for added in (total, residual):
@@ -85,22 +84,6 @@ def private_sum(
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts)), Observed(samples, lost)
-
-
-def _soon(number: Tensor) -> Callable[[], int]:
-    """A number that a GPU may still be computing: asked for later, it waits for nothing that was launched since."""
-    if not number.is_cuda:
-        return lambda: int(number)
-    here = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
-    here.copy_(number, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(number.device))  # not that of the device that happens to be the current one
-
-    def wait() -> int:
-        there.synchronize()
-        return int(here)
-
-    return wait
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:
@@ -148,6 +131,23 @@ def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
     """What clipping keeps of a vector of this norm."""
     share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
     return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Norms [sample, block] → weights, zero for a sample that is not finite, and how many of those there are.
+
+    A value: two rules of the same blocks are equal, so that what was recorded of one serves for the other.
+    """
+
+    blocks: tuple[Block, ...]
+
+    def __call__(self, norms: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        """Only the ``real`` samples, [sample], have a weight or are counted."""
+        finite = norms.isfinite().all(1)
+        kept = (finite & real)[:, None]
+        weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0)), 0.0)
+        return weights, (real & ~finite).sum()
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:

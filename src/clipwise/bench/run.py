@@ -34,6 +34,7 @@ from clipwise.types import InputError, one_of, whole
 PRECISIONS = ("bf16", "tf32", "float32")
 FLAT = METHOD + "flat"  # what methods are compared with
 KINDS = ("", METHOD, LOOK)  # of columns, each with a table of its own
+IN_A_ROW = 5  # steps of a round on a GPU
 UNSTEADY = 1.25  # a median this many times the fastest round was measured on a busy machine
 
 
@@ -202,7 +203,8 @@ def _row(
             except Exception as error:  # whatever a peer raises belongs in its cell
                 missing[column] = _reason(error)
         progress(f"{case.title}, {precision}: timing {rounds} rounds")
-        times, failed = _times(steps, rounds, torch.cuda.synchronize if on_cuda else lambda: None)
+        wait, in_a_row = (torch.cuda.synchronize, IN_A_ROW) if on_cuda else (lambda: None, 1)
+        times, failed = _times(steps, rounds, wait, in_a_row)
         missing |= failed
     steps.clear()  # their memory is not needed while other processes are measured
     cells: list[Cell] = []
@@ -246,9 +248,13 @@ def _device_transient(step: Step) -> float:
 
 
 def _times(
-    steps: dict[str, Step], rounds: int, wait: Callable[[], None]
+    steps: dict[str, Step], rounds: int, wait: Callable[[], None], in_a_row: int
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
-    """Milliseconds of each column in each round, and why a column has none; ``wait`` for what a device still does."""
+    """Milliseconds of each column's step in each round, and why a column has none.
+
+    ``wait`` for what a device still does, after so many steps ``in_a_row``: one alone would be timed with all that the
+    host does while the device has nothing to do yet, which in a training loop it does beside the step before.
+    """
     times: dict[str, list[float]] = {column: [] for column in steps}
     failed: dict[str, str] = {}
     collecting = gc.isenabled()
@@ -262,12 +268,13 @@ def _times(
                 try:
                     wait()
                     start = time.perf_counter()
-                    step()
+                    for _ in range(in_a_row):
+                        step()
                     wait()
                 except Exception as error:  # one column's failure is its own
                     failed[column] = _reason(error)
                     continue
-                times[column].append(1000 * (time.perf_counter() - start))
+                times[column].append(1000 * (time.perf_counter() - start) / in_a_row)
     finally:
         if collecting:
             gc.enable()
@@ -290,7 +297,7 @@ def as_text(table: Table) -> str:
     where = (
         f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
         if table.device == "cpu"
-        else f"on {table.machine}: median of {table.rounds} rounds"
+        else f"on {table.machine}: median of {table.rounds} rounds of {IN_A_ROW} steps"
     )
     lines = [f"One training step {where}, torch {table.torch}."]
     for kind in KINDS:

@@ -4,8 +4,8 @@ Receives: a model, a loss, and batches of at most ``rows`` samples, which are pa
 Gives: SampleGradients whose norms and weighted sums come from two graphs: forward, backward and norms in the first, the
 weighted sum in the second. Between them a method weighs norms as it likes, so no method is part of a graph.
 
-On CUDA both graphs are captured as CUDA graphs and replayed, so a step costs no launches. The results of a chunk are
-overwritten by the next one: use them before asking for it.
+On CUDA both graphs are captured as CUDA graphs and replayed, and so are the weights where a method stays the same, so a
+step costs few launches. The results of a chunk are overwritten by the next one: use them before asking for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,24 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced, trainable
-from clipwise.records.gradients import Groups, SampleGradients
-from clipwise.records.kernels.gram import HALF
-from clipwise.records.kinds import Record
+from clipwise.records.gradients import Groups, Rule, SampleGradients, Weighed, waiting
+from clipwise.records.kinds import Record, summed, widened
+from clipwise.records.lean import lean
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Gradient, InputError, Refused
 
 AGREE = 5e-2  # what fusing may change where a model computes in bfloat16, since it rounds in fewer places
 Records = Mapping[str, tuple[Record, ...]]
-aten = torch.ops.aten
-NAMES = (aten.alias.default, aten.detach.default)  # another name of the same tensor
-SHAPES = (  # the same numbers in the same order
-    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
-)
-COSTLY = (
-    *(aten.var_mean.correction, aten.var.correction, aten.mean.dim, aten.sum.dim_IntList, aten.amax.default),
-    *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution.default),
-)
 
 
 @dataclass(frozen=True)
@@ -48,6 +37,7 @@ class GraphGradients(SampleGradients):
 
     groups: Groups = ()
     found: Tensor | None = field(default=None, repr=False)  # norms [sample, group]
+    weigh: Callable[[Rule], Weighed] | None = field(default=None, repr=False)
     add_up: Callable[[Tensor], Gradient] | None = field(default=None, repr=False)
 
     def norms(self, groups: Groups | None = None) -> Tensor:
@@ -55,6 +45,12 @@ class GraphGradients(SampleGradients):
         if groups is not None and self.found is not None and _same(groups, self.groups):
             return self.found
         return super().norms(groups)
+
+    def weighed(self, rule: Rule, groups: Groups) -> Weighed:
+        """The norms, and what a rule makes of them: by a graph of its own where it is the same rule again."""
+        if self.weigh is not None and _same(groups, self.groups):
+            return self.weigh(rule)
+        return super().weighed(rule, groups)
 
     def weighted_sum(self, weights: Tensor, groups: Groups | None = None) -> Gradient:
         """Σ_i w_i v_i, by the graph where the groups are its own."""
@@ -115,7 +111,9 @@ class _Graphs:
         self._sites: Any = ()
 
         def first(gradients: SampleGradients) -> Any:
-            flat, self._build = _flattened(gradients.records)
+            ready = {name: tuple(summed(r) for r in rs) for name, rs in gradients.records.items()}  # rounded once
+            gradients = dataclasses.replace(gradients, records=ready)
+            flat, self._build = _flattened(ready)
             self._sites = gradients.sites
             return gradients.norms(groups), gradients.losses, flat
 
@@ -133,11 +131,10 @@ class _Graphs:
             records = self._build(flat)
             return SampleGradients(records, self.parameters, self.rows).weighted_sum(weights, groups)
 
-        weights = torch.zeros_like(norms)
-        backward = _ready(
-            graph_of(second, flat, weights), (flat, weights), options, pool=getattr(forward, "pool", None)
-        )
-        self._forward, self._sum = forward, backward
+        pool = getattr(forward, "pool", None)
+        self._weights = _Weights(norms, pool)
+        inputs = flat, self._weights.every
+        self._forward, self._sum = forward, _ready(graph_of(second, *inputs), inputs, options, pool)
         self._check(expected, batch)
 
     def _check(self, eager: Tensor, batch: Batch) -> None:
@@ -161,26 +158,83 @@ class _Graphs:
     def __call__(self, batch: Batch, samples: int) -> SampleGradients:
         assert self._build is not None
         # as they are now: a recurrent layer may have moved its weights to other memory since
-        values = {name: p.detach() for name, p in self.parameters.items()}
-        norms, losses, flat = self._forward(values, batch)
+        norms, losses, flat = self._forward({name: p.detach() for name, p in self.parameters.items()}, batch)
 
         def add_up(weights: Tensor) -> Gradient:
-            every = torch.zeros_like(norms)
-            every[:samples] = weights
-            return self._sum(flat, every)
+            return self._sum(flat, self._weights.padded(weights))
 
         build = self._build
         return GraphGradients(
             # the ordinary algebra sees the real rows only, and seldom sees any
-            _Later(lambda: {name: tuple(_rows(r, samples) for r in rs) for name, rs in build(flat).items()}),
+            _Later(lambda: {name: tuple(widened(_rows(r, samples)) for r in rs) for name, rs in build(flat).items()}),
             self.parameters,
             samples,
             losses[:samples],
             self._sites,
             groups=self.groups,
             found=norms[:samples],
+            weigh=functools.partial(self._weights, norms, samples),
             add_up=add_up,
         )
+
+
+class _Weights:
+    """The weights between the two graphs: for all rows of a chunk, zero for those that only fill it.
+
+    A method weighs norms as it likes, in some thirty small steps. On CUDA they are recorded when the same rule comes a
+    second time, and one that changes from step to step, or that cannot be recorded, runs as it is.
+    """
+
+    def __init__(self, norms: Tensor, pool: Any) -> None:
+        self.every = torch.zeros_like(norms)  # [row, group], where the second graph reads them
+        self._real = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
+        self._places = torch.arange(len(norms), device=norms.device)
+        self._lost = torch.zeros((), dtype=torch.long, pin_memory=norms.is_cuda)
+        self._pool, self._samples = pool, 0
+        self._rule: Rule | None = None  # the last one
+        self._times = 0  # in a row
+        self._recorded: _Replay | None = None  # of it
+
+    def __call__(self, norms: Tensor, samples: int, rule: Rule) -> Weighed:
+        """The rule's weights of the first ``samples`` rows, and how many of them are not finite."""
+        if samples != self._samples:
+            torch.lt(self._places, samples, out=self._real)
+            self._samples = samples
+        if rule != self._rule:
+            self._rule, self._times, self._recorded = rule, 0, None
+        self._times += 1
+        if self._recorded is not None:
+            self._recorded(norms)
+        else:
+            self._by(rule, norms)
+            if self._times == 2 and norms.is_cuda:
+                self._recorded = self._record(rule, norms)
+        if norms.is_cuda:
+            lost = waiting(self._lost, torch.cuda.current_stream(norms.device))
+        else:
+            lost = functools.partial(int, self._lost)
+        return Weighed(norms[:samples], self.every[:samples], lost)
+
+    def padded(self, weights: Tensor) -> Tensor:
+        """Any weights [sample, group] in the place of the last ones."""
+        if weights.data_ptr() != self.every.data_ptr():
+            self.every.zero_()
+            self.every[: len(weights)] = weights
+        return self.every
+
+    def _by(self, rule: Rule, norms: Tensor) -> None:
+        weights, lost = rule(norms, self._real)
+        self.every.copy_(weights)
+        self._lost.copy_(lost, non_blocking=True)
+
+    def _record(self, rule: Rule, norms: Tensor) -> _Replay | None:
+        eager = self.every.clone()
+        try:
+            recorded = _Replay(lambda norms: self._by(rule, norms), (norms,), self._pool)
+        except RuntimeError:  # it asks for a value, say, for which a recording cannot wait
+            return None
+        recorded(norms)
+        return recorded if torch.equal(self.every, eager) else None
 
 
 class _Later(Mapping[str, tuple[Record, ...]]):
@@ -236,97 +290,6 @@ def _flattened(records: Records) -> tuple[list[Tensor], Callable[[Sequence[Tenso
         }
 
     return flat, build
-
-
-def lean(graph: Any, *example: Any) -> Callable[..., Any]:
-    """The traced graph with normalisations taken apart, without layout copies and without costly repeats.
-
-    A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
-    gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
-    """
-    from clipwise.records.decompositions import normalisations
-
-    if any(node.target._schema.is_mutable for node in _operators(graph)):
-        # a copy may be the guard of what is written in place, and equal calls may not be equal
-        graph = graph_of(torch.func.functionalize(graph), *example)
-    taken_apart = graph_of(relaid(graph), *example, decompositions=normalisations())
-    return without_repeats(taken_apart)
-
-
-def _operators(graph: Any) -> list[Any]:
-    return [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-
-
-def relaid(graph: Any) -> Any:
-    """The graph without layout copies that only eager kernels need, so that channels can stay last throughout.
-
-    On CUDA a group normalisation first copies what it reads to channels-first order, forwards and backwards. A compiler
-    takes it apart and reads any order, but keeps the copies, and with them every convolution behind would be given the
-    order that it is slowest in.
-    """
-    normalisations = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
-    for node in _operators(graph):
-        if node.target is aten.clone.default:
-            order = node.kwargs.get("memory_format", torch.preserve_format)
-            if order is torch.contiguous_format and all(user.target in normalisations for user in node.users):
-                node.replace_all_uses_with(node.args[0])
-                graph.graph.erase_node(node)
-            elif order is torch.channels_last:  # no copy where channels are last by now
-                node.target = aten.contiguous.default
-        elif node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default  # the order of what it reads may be another now
-    graph.graph.eliminate_dead_code()  # a quarter of a traced pass, which would be traced and compiled again
-    graph.recompile()
-    return graph
-
-
-def without_repeats(graph: Any) -> Any:
-    """The graph with every costly operation of the same arguments done once.
-
-    The graph must be functional, as ``lean`` makes it: in place, equal calls may give different values.
-    What is cheap is left repeated: to do it again from a narrow tensor costs less than to keep its result, which a
-    compiler would then have to write. Random operations are never repeats.
-    """
-    first: dict[Any, Any] = {}
-    number: dict[Any, Any] = {}  # node → the first one with its value
-    shaped: dict[Any, Any] = {}  # node → what it is another shape of
-    for node in list(graph.graph.nodes):
-        operator_ = isinstance(node.target, torch._ops.OpOverload)
-        if not operator_ and node.target is not operator.getitem:
-            continue
-        if operator_ and torch.Tag.nondeterministic_seeded in node.target.tags:
-            continue
-        if node.target in NAMES:
-            same, worth = node.args[0], True
-        elif node.target in SHAPES and "val" in node.meta:
-            given = number.get(node.args[0], node.args[0])
-            root = shaped[node] = shaped.get(given, given)
-            shape = tuple(node.meta["val"].shape)
-            back = "val" in root.meta and tuple(root.meta["val"].shape) == shape
-            same, worth = root if back else first.setdefault((root, shape), node), False
-        else:
-            same = first.setdefault((node.target, _frozen(node.args, number), _frozen(node.kwargs, number)), node)
-            worth = node.target in COSTLY or node.target is operator.getitem or _narrows(node)
-        number[node] = number.get(same, same)
-        if same is not node and worth:
-            node.replace_all_uses_with(same)
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return graph
-
-
-def _narrows(node: Any) -> bool:
-    """A copy in half precision is written anyway, for the product or the convolution that reads it."""
-    return any(value in HALF for value in (*node.args[1:2], *node.kwargs.values()) if isinstance(value, torch.dtype))
-
-
-def _frozen(value: Any, number: Mapping[Any, Any]) -> Any:
-    """Arguments as a key, nodes by their value; 1, 1.0 and True are different ones."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(part, number) for part in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(part, number)) for key, part in value.items())
-    return (type(value), number.get(value, value) if isinstance(value, torch.fx.Node) else value)
 
 
 def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[str, Any], pool: Any = None) -> Any:

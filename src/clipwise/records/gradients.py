@@ -7,8 +7,9 @@ Gives: scaling, sums, units, norms, inner products and weighted sums, without wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError
 
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # norms [sample, group], real [sample] → weights, lost ones
 SMALL = 4096  # numbers of a parameter whose sum takes a GPU less time than a launch
 
 
@@ -26,6 +28,14 @@ EXPLAINED = """
 gram: two Gram matrices of the layer's positions; written: the gradient itself, kept for the weighted sum; streamed:
 written a few samples at a time; fused: by a kernel; backward: falls out of the backward pass; vmap: no fast path.
 The cheapest is chosen by counted multiplications; a written gradient must also fit in the memory that it frees."""
+
+
+class Weighed(NamedTuple):
+    """Norms and weights of a chunk, [sample, group] each, and how many samples were left out: ask for that last."""
+
+    norms: Tensor
+    weights: Tensor
+    lost: Callable[[], int]
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,12 @@ class SampleGradients:
         if groups is None:
             return self._sq_norms(self.names).sqrt()
         return torch.stack([self._sq_norms(group) for group in groups], 1).sqrt()
+
+    def weighed(self, rule: Rule, groups: Groups) -> Weighed:
+        """The norms, and what a rule makes of them."""
+        norms = self.norms(groups)
+        weights, lost = rule(norms, torch.ones(self.samples, dtype=torch.bool, device=norms.device))
+        return Weighed(norms, weights, soon(lost))
 
     def inner(self, direction: Gradient) -> Tensor:
         """⟨v_i, u⟩ for a direction with a tensor for each parameter. [sample]."""
@@ -184,3 +200,24 @@ def written(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:
     """SampleGradients from per-sample gradients that are written out, [sample, *shape]."""
     samples = next(iter(gradients.values())).shape[0]
     return SampleGradients({name: (Dense(v),) for name, v in gradients.items()}, dict(like), samples)
+
+
+def soon(number: Tensor) -> Callable[[], int]:
+    """A number that a GPU may still be computing: asked for later, it waits for nothing that was launched since."""
+    if not number.is_cuda:
+        return lambda: int(number)
+    here = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
+    here.copy_(number, non_blocking=True)
+    return waiting(here, torch.cuda.current_stream(number.device))  # not of the device that happens to be current
+
+
+def waiting(here: Tensor, stream: torch.cuda.Stream) -> Callable[[], int]:
+    """The number that this stream will have put ``here`` when it has done all that it has to do by now."""
+    there = torch.cuda.Event()
+    there.record(stream)
+
+    def wait() -> int:
+        there.synchronize()
+        return int(here)
+
+    return wait

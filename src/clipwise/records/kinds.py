@@ -1,7 +1,8 @@
 """Per-sample gradients of one parameter, in the form that is cheapest to keep.
 
 Receives: layer inputs a and output gradients b, [sample, position, feature], or written-out gradients.
-Gives: Outer, Convolution, Indexed and Dense, each with the same algebra: scaled, merged, sq_norm, inner, total, dense.
+Gives: Outer, Convolution, Indexed and Dense, each with the same algebra: scaled, merged, sq_norm, inner, total, dense;
+and Halved, an Outer or a Convolution as its norm and its sum are computed where products may be rounded to TF32.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from clipwise.records import planner
 from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total, gram_sq_norm
 from clipwise.records.kernels.gram import HALF, aligned
+from clipwise.records.tf32 import halves, rounds
 
 
 class Record(Protocol):
@@ -172,6 +174,8 @@ class Outer:
 
     def sq_norm(self) -> Tensor:
         """⟨A Aᵀ, B Bᵀ⟩, or written out and squared: whichever costs less."""
+        if self.rounded:
+            return self.halved().sq_norm()
         form = self.form.name
         if form == "gram":
             return gram_sq_norm(self.a, self.b)
@@ -185,6 +189,8 @@ class Outer:
 
     def total(self, weights: Tensor) -> Tensor:
         """One ordinary weight-gradient product with b, or a, scaled by w."""
+        if self.rounded:
+            return self.halved().total(weights)
         if _by_kernel(self.a, self.b.dtype):  # b scaled in its own format would be rounded, in a wider one copied
             total = convolution_total(*self._images(), weights, *ONE)
             return total[: self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.shape)
@@ -196,10 +202,21 @@ class Outer:
 
     def dense(self) -> Tensor:
         """Written out."""
+        if self.rounded:
+            return self.halved().dense()
         if _by_kernel(self.a, self.b.dtype):
             v = convolution_dense(*self._images(), *ONE)
             return v[:, : self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.samples, *self.shape)
         return (wide(self.b).transpose(2, 3) @ wide(self.a)).reshape(self.samples, *self.shape)
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the library may round both factors to TF32, and their sum over positions may cancel."""
+        return rounds(self.a, self.b, convolution=False) and self.a.shape[1] == 1 and self.a.shape[2] > 1
+
+    def halved(self) -> Halved:
+        """The same from rounded factors."""
+        return Halved(*halves(self.a, self.b), self.shape)
 
     def _images(self) -> tuple[Tensor, Tensor]:
         """The same as a 1×1 convolution: [sample, feature, position, 1], features last in memory."""
@@ -221,14 +238,15 @@ ONE: tuple[Any, ...] = (
 
 
 def _by_kernel(a: Tensor, other: torch.dtype) -> bool:
-    """Whether kernels take these operands as they are: half precision, and enough positions to fill a product."""
-    return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] >= 16
+    """Whether kernels take these operands as they are: half precision, and more than one position to sum over."""
+    return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] > 1
 
 
 def outer_form(a: Tensor, outputs: int, dtype: torch.dtype) -> planner.Form:
     """How the norm of an Outer of ``a`` [sample, block, position, p] and a b of so many features is computed."""
     _, blocks, positions, inputs = a.shape
-    kernel = _by_kernel(a, dtype)
+    halved = dtype == a.dtype and rounds(a, a, convolution=False) and blocks == 1 and positions > 1
+    kernel = halved or _by_kernel(a, dtype)
     return planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel)
 
 
@@ -315,12 +333,23 @@ class Convolution:
     def _by_kernel(self) -> bool:
         return self.x.is_cuda and len(self.geometry.stride) == 2 and self.x.dtype == self.b.dtype
 
+    @property
+    def rounded(self) -> bool:
+        """Whether the library may round both factors to TF32, and a kernel takes them rounded."""
+        return rounds(self.x, self.b, convolution=True) and len(self.geometry.stride) == 2
+
+    def halved(self) -> Halved:
+        """The same from rounded factors."""
+        return Halved(*halves(self.x, self.b), self.geometry)
+
     def _arguments(self) -> tuple[Any, ...]:
         g = self.geometry
         return g.stride, g.padding, g.dilation, g.shape[2:], g.groups, self.probes
 
     def sq_norm(self) -> Tensor:
         """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
+        if self.rounded:
+            return self.halved().sq_norm()
         form = self.form.name
         if form == "fused":
             return convolution_sq_norm(*self._images(), *self._arguments())
@@ -337,6 +366,8 @@ class Convolution:
 
     def total(self, weights: Tensor) -> Tensor:
         """The library's own weight gradient, with b scaled by w; in half precision a kernel's, which scales nothing."""
+        if self.rounded:
+            return self.halved().total(weights)
         x, b = self._images()
         if self._by_kernel and x.dtype in HALF:
             return convolution_total(x, b, weights, *self._arguments())
@@ -345,6 +376,8 @@ class Convolution:
 
     def dense(self) -> Tensor:
         """One convolution with a group per sample: its weight gradient is every sample's own."""
+        if self.rounded:
+            return self.halved().dense()
         if self._by_kernel:
             return convolution_dense(*self._images(), *self._arguments())
         g, n, probes = self.geometry, self.samples, self.probes
@@ -386,6 +419,75 @@ class Convolution:
         assert space == len(out)
         each = Outer(a, b, g.shape)
         return each.merged(self.probes) if self.probes > 1 else each
+
+
+@dataclass(frozen=True)
+class Halved:
+    """scale_i times the gradients of an Outer or a Convolution with factors in float16 (``tf32``).
+
+    Norms and sums are of these very gradients: what is summed is what was measured, however much of it cancels.
+    """
+
+    one: Tensor
+    other: Tensor
+    scale: Tensor  # [sample]
+    like: Geometry | torch.Size
+
+    @property
+    def record(self) -> Outer | Convolution:
+        """Without the scale."""
+        if isinstance(self.like, Geometry):
+            return Convolution(self.one, self.other, self.like)
+        return Outer(self.one, self.other, self.like)
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.one.shape[0]
+
+    def widened(self) -> Outer | Convolution:
+        """The same gradients exactly, with factors in float32."""
+        one, other = self.one.float(), self.other.float()
+        return replace(self, one=one, other=other * _like(other, self.scale)).record
+
+    def scaled(self, factors: Tensor) -> Record:
+        """c_i v_i."""
+        return self.widened().scaled(factors)
+
+    def merged(self, size: int) -> Record:
+        """Sums of ``size`` consecutive samples."""
+        return self.widened().merged(size)
+
+    def masked(self, keep: Tensor) -> Record:
+        """Zeros where not ``keep``."""
+        return self.widened().masked(keep)
+
+    def sq_norm(self) -> Tensor:
+        """scale² ‖v‖², in an order that neither overflows nor vanishes unless the result does."""
+        return self.record.sq_norm() * self.scale * self.scale
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩."""
+        return self.record.inner(direction) * self.scale
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Σ w_i v_i."""
+        return self.record.total(weights * self.scale)
+
+    def dense(self) -> Tensor:
+        """Written out."""
+        v = self.record.dense()
+        return v * _like(v, self.scale)
+
+
+def summed(record: Record) -> Record:
+    """The record whose gradients norms and sums are made of: the same, or with factors as they are rounded."""
+    return record.halved() if isinstance(record, (Outer, Convolution)) and record.rounded else record
+
+
+def widened(record: Record) -> Record:
+    """The record with the whole algebra."""
+    return record.widened() if isinstance(record, Halved) else record
 
 
 @dataclass(frozen=True)
@@ -468,8 +570,12 @@ def _weight_gradient(x: Tensor, b: Tensor, g: Geometry) -> Tensor:
 
 def cross(first: Record, second: Record) -> Tensor:
     """⟨u_i, v_i⟩ for two records of one parameter (a tied weight used by layers of different kinds). [sample]."""
-    if isinstance(first, Outer) and isinstance(second, Indexed):
+    first, second = summed(first), summed(second)
+    if isinstance(second, Indexed):
         first, second = second, first
+    if isinstance(first, Indexed) and isinstance(second, Halved):
+        outer = Halved(second.one.double(), second.other.double(), second.scale, second.like).record  # not in TF32
+        return cross(first, outer).to(second.scale.dtype) * second.scale
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
         a, b = wide(second.a)[:, 0], second.b[:, 0]

@@ -64,8 +64,9 @@ def convolution_total(
 ) -> Tensor:
     """Σ_i w_i v_i for weights [unit], float32 or better: [output, channel, y, x], channels last in memory.
 
-    Guarantees: w_i multiplies the finished v_i, so that no product with it is rounded to the format of x and b; a unit
-    of weight 0 adds exactly 0 even where it is not finite. Otherwise those of ``convolution_sq_norm``.
+    Guarantees: w_i multiplies the finished v_i, so that no product with it is rounded to the format of x and b.
+    Otherwise those of ``convolution_sq_norm``. Edge cases: a unit that is not finite spoils the sum even with weight 0,
+    as in any other product: mask it first.
     """
     _check(x, b, stride, padding, dilation, kernel, groups, probes)
     if weights.shape != (x.shape[0] // probes,):
@@ -154,7 +155,7 @@ def _twin_total(
         rows = slice(start * probes, (start + step) * probes)
         v = _twin_dense(x[rows], b[rows], stride, padding, dilation, kernel, groups, probes)
         w = weights[start : start + step].to(v.dtype)
-        total += torch.tensordot(w, torch.where(w.reshape(-1, 1, 1, 1, 1) == 0, 0.0, v), 1)
+        total += torch.tensordot(w, v, 1)
     return total
 
 
@@ -610,6 +611,5 @@ def _total_kernel(  # type: ignore[no-untyped-def]
                 kernel_x, stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x, block_c,
             )  # fmt: skip
             v = _product(some_b, some_x, v, swapped, precision)
-        weight = tl.load(weights + unit)
-        total += tl.where(weight == 0, 0.0, weight * v)  # 0 · inf is not 0
+        total += tl.load(weights + unit) * v
     _store(out, total, first_output, tile, outputs // groups, columns, block_o, block_c, swapped)

@@ -1,0 +1,117 @@
+"""What a traced pass is made into before it is compiled: less to compute, and no copies that only eager kernels need.
+
+Receives: the graph of a forward and a backward pass, traced together.
+Gives: lean: the same graph with normalisations taken apart, without layout copies and without costly repeats.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from clipwise.records.capture import graph_of
+from clipwise.records.decompositions import normalisations
+from clipwise.records.kernels.gram import HALF
+
+aten = torch.ops.aten
+NAMES = (aten.alias.default, aten.detach.default)  # another name of the same tensor
+SHAPES = (  # the same numbers in the same order
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
+)
+COSTLY = (
+    *(aten.var_mean.correction, aten.var.correction, aten.mean.dim, aten.sum.dim_IntList, aten.amax.default),
+    *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution.default),
+)
+
+
+def lean(graph: Any, *example: Any) -> Callable[..., Any]:
+    """The traced graph with normalisations taken apart, without layout copies and without costly repeats.
+
+    A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
+    gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
+    """
+    if any(node.target._schema.is_mutable for node in _operators(graph)):
+        # a copy may be the guard of what is written in place, and equal calls may not be equal
+        graph = graph_of(torch.func.functionalize(graph), *example)
+    taken_apart = graph_of(relaid(graph), *example, decompositions=normalisations())
+    return without_repeats(taken_apart)
+
+
+def _operators(graph: Any) -> list[Any]:
+    return [node for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+def relaid(graph: Any) -> Any:
+    """The graph without layout copies that only eager kernels need, so that channels can stay last throughout.
+
+    On CUDA a group normalisation first copies what it reads to channels-first order, forwards and backwards. A compiler
+    takes it apart and reads any order, but keeps the copies, and with them every convolution behind would be given the
+    order that it is slowest in.
+    """
+    normalisations = (aten.native_group_norm.default, aten.native_group_norm_backward.default)
+    for node in _operators(graph):
+        if node.target is aten.clone.default:
+            order = node.kwargs.get("memory_format", torch.preserve_format)
+            if order is torch.contiguous_format and all(user.target in normalisations for user in node.users):
+                node.replace_all_uses_with(node.args[0])
+                graph.graph.erase_node(node)
+            elif order is torch.channels_last:  # no copy where channels are last by now
+                node.target = aten.contiguous.default
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default  # the order of what it reads may be another now
+    graph.graph.eliminate_dead_code()  # a quarter of a traced pass, which would be traced and compiled again
+    graph.recompile()
+    return graph
+
+
+def without_repeats(graph: Any) -> Any:
+    """The graph with every costly operation of the same arguments done once.
+
+    The graph must be functional, as ``lean`` makes it: in place, equal calls may give different values.
+    What is cheap is left repeated: to do it again from a narrow tensor costs less than to keep its result, which a
+    compiler would then have to write. Random operations are never repeats.
+    """
+    first: dict[Any, Any] = {}
+    number: dict[Any, Any] = {}  # node → the first one with its value
+    shaped: dict[Any, Any] = {}  # node → what it is another shape of
+    for node in list(graph.graph.nodes):
+        operator_ = isinstance(node.target, torch._ops.OpOverload)
+        if not operator_ and node.target is not operator.getitem:
+            continue
+        if operator_ and torch.Tag.nondeterministic_seeded in node.target.tags:
+            continue
+        if node.target in NAMES:
+            same, worth = node.args[0], True
+        elif node.target in SHAPES and "val" in node.meta:
+            given = number.get(node.args[0], node.args[0])
+            root = shaped[node] = shaped.get(given, given)
+            shape = tuple(node.meta["val"].shape)
+            back = "val" in root.meta and tuple(root.meta["val"].shape) == shape
+            same, worth = root if back else first.setdefault((root, shape), node), False
+        else:
+            same = first.setdefault((node.target, _frozen(node.args, number), _frozen(node.kwargs, number)), node)
+            worth = node.target in COSTLY or node.target is operator.getitem or _narrows(node)
+        number[node] = number.get(same, same)
+        if same is not node and worth:
+            node.replace_all_uses_with(same)
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _narrows(node: Any) -> bool:
+    """A copy in half precision is written anyway, for the product or the convolution that reads it."""
+    return any(value in HALF for value in (*node.args[1:2], *node.kwargs.values()) if isinstance(value, torch.dtype))
+
+
+def _frozen(value: Any, number: Mapping[Any, Any]) -> Any:
+    """Arguments as a key, nodes by their value; 1, 1.0 and True are different ones."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(part, number) for part in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(part, number)) for key, part in value.items())
+    return (type(value), number.get(value, value) if isinstance(value, torch.fx.Node) else value)

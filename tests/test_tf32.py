@@ -1,0 +1,164 @@
+"""Factors rounded once where a GPU would round products to TF32. A processor has no TF32: here it is only said to."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipwise.records import Capture, kinds, oracle, trainable
+from clipwise.records.compiled import CompiledCapture
+from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
+from clipwise.records.tf32 import halves, rounds
+
+SAMPLES = 4
+WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 0.0])
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everywhere(one: Tensor, other: Tensor, *, convolution: bool) -> bool:
+        return one.dtype == other.dtype == torch.float32
+
+    monkeypatch.setattr(kinds, "rounds", everywhere)
+
+
+def outer() -> Outer:
+    a, b = torch.randn(SAMPLES, 1, 6, 5), 1e-7 * torch.randn(SAMPLES, 1, 6, 3)
+    return Outer(a, b, torch.Size([3, 5]))
+
+
+def convolution() -> Convolution:
+    geometry = Geometry(torch.Size([6, 2, 3, 3]), (2, 1), (1, 1), (1, 1), 2)
+    return Convolution(300 * torch.randn(SAMPLES, 4, 7, 6), torch.randn(SAMPLES, 6, 4, 6), geometry)
+
+
+RECORDS = {"Outer": outer, "Convolution": convolution, "images": lambda: convolution().merged(1)}
+
+
+def test_a_processor_and_other_formats_are_left_alone() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert not rounds(*2 * [torch.ones(2, 2, dtype=dtype)], convolution=True)
+    assert not outer().rounded and kinds.summed(record := outer()) is record
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-3, 1.0, 6e4, 1e37])
+def test_numbers_keep_eleven_bits_whatever_their_size(size: float) -> None:
+    torch.manual_seed(0)
+    t = size * torch.cat([torch.randn(3, 50), torch.rand(3, 50) * 2.0**-20], 1).clamp(-3, 3)
+    half, same, scale = halves(t, torch.ones(3, 1))
+    assert half.dtype == same.dtype == torch.float16 and bool(half.isfinite().all())
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    back = half.double() * same.double() * scale.double()[:, None]
+    # what is lost of a number: its twelfth bit, or all below 2⁻³⁸ of the largest; below 10⁻³⁸ float32 has none to lose
+    room = 2.0**-11 * t.double().abs() + 2.0**-38 * t.double().abs().amax(1, keepdim=True) + 2.0**-124
+    assert ((back - t.double()).abs() <= room).all()
+
+
+def test_what_is_zero_stays_zero_and_what_is_not_finite_is_seen(tf32: None) -> None:
+    record = outer()
+    record.a[0] = 0
+    record.a[1, 0, 2, 1] = math.inf
+    record.b[2, 0, 0, 0] = math.nan
+    norms = record.sq_norm()
+    assert norms[0] == 0 and norms[3] > 0 and not norms[1:3].isfinite().any()
+    masked = record.masked(norms.isfinite())
+    assert torch.equal(masked.sq_norm(), torch.where(norms.isfinite(), norms, 0.0))
+    assert bool(masked.total(WEIGHTS).isfinite().all())
+    assert not (1e38 * record.a).new_ones(1).isinf() and record.scaled(torch.full((4,), 1e38)).sq_norm()[3].isinf()
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_rounded_record_does_what_its_written_out_twin_does(kind: str, tf32: None) -> None:
+    torch.manual_seed(0)
+    record = RECORDS[kind]()
+    half = kinds.summed(record)
+    assert isinstance(half, Halved) and half.samples == SAMPLES and half.one.dtype == torch.float16
+    twin = Dense(half.widened().dense().double())
+    exact = Dense(type(record)(*(v.double() if isinstance(v, Tensor) else v for v in vars(record).values())).dense())
+    size = twin.sq_norm().sqrt()
+    assert ((twin.value - exact.value).flatten(1).norm(dim=1) <= 2e-3 * size).all()
+    u, keep = torch.randn(twin.value.shape[1:]), torch.tensor([True, False, True, True])
+    for mine, other in (
+        (record, twin),  # rounds by itself
+        (half, twin),
+        (half.scaled(WEIGHTS), twin.scaled(WEIGHTS.double())),
+        (half.merged(2), twin.merged(2)),
+        (half.masked(keep), twin.masked(keep)),
+    ):
+        close: dict[str, Any] = {"rtol": 2e-3, "atol": 1e-3 * float(size.max())}
+        assert mine.samples == other.samples
+        torch.testing.assert_close(mine.dense().double(), other.dense(), **close)
+        torch.testing.assert_close(mine.sq_norm().double().sqrt(), other.sq_norm().sqrt(), **close)
+        total = mine.total(WEIGHTS[: mine.samples]).double()
+        torch.testing.assert_close(total, other.total(WEIGHTS[: other.samples].double()), **close)
+        inner = mine.inner(u).double()
+        assert ((inner - other.inner(u.double())).abs() <= 2e-3 * float(u.norm() * size.max())).all()
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_what_is_summed_is_what_was_measured_even_where_nearly_all_of_it_cancels(kind: str, tf32: None) -> None:
+    torch.manual_seed(0)
+    record = RECORDS[kind]()
+    if isinstance(record, Outer):
+        cancelling: Any = record.plus(Outer(record.a, -record.b * (1 + 1e-3 * torch.rand_like(record.b)), record.shape))
+    else:
+        other = Convolution(record.x, -record.b * (1 + 1e-3 * torch.rand_like(record.b)), record.geometry)
+        cancelling = record.plus(other)
+    norms = cancelling.sq_norm().double().sqrt()
+    full = type(cancelling)(*(v.double() if isinstance(v, Tensor) else v for v in vars(cancelling).values()))
+    for i in range(SAMPLES):
+        alone = torch.where(torch.arange(SAMPLES) == i, 1 / norms, 0.0)
+        assert float(cancelling.total(alone.float()).double().norm()) == pytest.approx(1, rel=1e-3)
+    assert (norms <= 2 * full.sq_norm().sqrt()).all()  # and it is still about that gradient
+
+
+def test_a_tied_table_is_measured_with_the_rounded_product(tf32: None) -> None:
+    torch.manual_seed(0)
+    table = Indexed(torch.randint(0, 9, (SAMPLES, 6)), torch.randn(SAMPLES, 6, 5), torch.Size([9, 5]))
+    product = Outer(torch.randn(SAMPLES, 1, 7, 5), torch.randn(SAMPLES, 1, 7, 9), table.shape)
+    expected = (table.dense().double() * product.halved().widened().dense().double()).flatten(1).sum(1)
+    for pair in ((table, product), (product, table), (table, product.halved())):
+        torch.testing.assert_close(kinds.cross(*pair).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.line, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 6), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.tanh(self.conv(x)).flatten(2).transpose(1, 2)  # [sample, position, channel]
+        return self.head(torch.tanh(self.line(seen)).flatten(1))
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_graphs_keep_the_rounded_factors_and_give_the_eager_numbers(tf32: None) -> None:
+    torch.manual_seed(0)
+    model, batch = Network(), (torch.randn(5, 1, 4, 4), torch.randint(0, 3, (5,)))
+    names = tuple(trainable(model))
+    compiled = CompiledCapture(model, loss, 6, [names], {"backend": "aot_eager"})
+    fast, slow, exact = compiled(batch), Capture(model, loss)(batch), oracle.per_sample(model, loss, batch)
+    (graphs,) = compiled._graphs.values()
+    assert graphs._build is not None
+    kept = graphs._forward({n: p.detach() for n, p in trainable(model).items()}, _filled(batch, 6))[2]
+    built = graphs._build(kept)
+    assert all(isinstance(built[f"{layer}.weight"][0], Halved) for layer in ("conv", "line"))
+    assert isinstance(built["head.weight"][0], Outer)  # one position: nothing to cancel
+    weights = torch.rand(5, 1)
+    torch.testing.assert_close(fast.norms([names]), slow.norms([names]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(fast.norms(), exact.norms(), rtol=2e-3, atol=0)
+    for gradients in (fast, fast.masked(torch.ones(5, dtype=torch.bool))):
+        for name, total in slow.weighted_sum(weights, [names]).items():
+            torch.testing.assert_close(gradients.weighted_sum(weights, [names])[name], total, rtol=1e-4, atol=1e-5)
+
+
+def _filled(batch: Any, rows: int) -> Any:
+    return tuple(torch.cat([t, t[:1].expand(rows - len(t), *t.shape[1:])]) for t in batch)
