@@ -60,6 +60,15 @@ def test_norms_and_sums_are_the_eager_ones_for_every_batch_up_to_the_chunk(captu
     assert all(torch.allclose(first[name], second[name], rtol=1e-10, atol=1e-12) for name in second)
 
 
+def test_sums_have_the_strides_of_their_parameters() -> None:
+    net = model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    names = tuple(trainable(net))
+    found = CompiledCapture(net, loss, ROWS, [names], {"backend": "aot_eager"})(batch(4))
+    sums, expected = (g.weighted_sum(torch.rand(4, 1).double(), [names]) for g in (found, Capture(net, loss)(batch(4))))
+    assert all(sums[name].stride() == p.stride() for name, p in trainable(net).items())
+    assert {name: v.shape for name, v in sums.items()} == {name: v.shape for name, v in expected.items()}
+
+
 def test_the_ordinary_algebra_sees_only_the_real_rows(captures: Any) -> None:
     _, compiled, eager, _ = captures
     fast, slow = compiled(batch(4)), eager(batch(4))

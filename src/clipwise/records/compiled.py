@@ -128,8 +128,8 @@ class _Graphs:
 
         def second(flat: list[Tensor], weights: Tensor) -> Gradient:
             assert self._build is not None
-            records = self._build(flat)
-            return SampleGradients(records, self.parameters, self.rows).weighted_sum(weights, groups)
+            sums = SampleGradients(self._build(flat), self.parameters, self.rows).weighted_sum(weights, groups)
+            return {name: _laid_out(value, self.parameters[name]) for name, value in sums.items()}
 
         pool = getattr(forward, "pool", None)
         self._weights = _Weights(norms, pool)
@@ -228,11 +228,15 @@ class _Weights:
         self._lost.copy_(lost, non_blocking=True)
 
     def _record(self, rule: Rule, norms: Tensor) -> _Replay | None:
-        eager = self.every.clone()
+        before, eager = torch.cuda.get_sync_debug_mode(), self.every.clone()
+        torch.cuda.set_sync_debug_mode("error")
         try:
-            recorded = _Replay(lambda norms: self._by(rule, norms), (norms,), self._pool)
-        except RuntimeError:  # it asks for a value, say, for which a recording cannot wait
+            self._by(rule, norms)
+        except RuntimeError:  # it asks for a value, for which no recording can wait; to try would spoil later ones
             return None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        recorded = _Replay(lambda norms: self._by(rule, norms), (norms,), self._pool)
         recorded(norms)
         return recorded if torch.equal(self.every, eager) else None
 
@@ -251,6 +255,13 @@ class _Later(Mapping[str, tuple[Record, ...]]):
 
     def __len__(self) -> int:
         return len(self._make())
+
+
+def _laid_out(value: Tensor, like: Tensor) -> Tensor:
+    """The same numbers with the strides of a parameter: then an optimizer can update all parameters at once."""
+    if value.stride() == like.stride():
+        return value
+    return torch.empty_strided(like.shape, like.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _agree(what: str, error: float, most: float) -> None:
