@@ -190,7 +190,8 @@ def traced(
         # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
         recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        with swapped(model, own), torch.backends.cudnn.flags(enabled=not recurrent):
+        as_it_is = torch.backends.cudnn.allow_tf32  # read by what is traced; the default would say yes
+        with swapped(model, own), torch.backends.cudnn.flags(enabled=not recurrent, allow_tf32=as_it_is):
             return then(recorded(model, loss, batch, known, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)

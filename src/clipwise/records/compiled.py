@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -229,7 +230,9 @@ class _Weights:
 
     def _record(self, rule: Rule, norms: Tensor) -> _Replay | None:
         before, eager = torch.cuda.get_sync_debug_mode(), self.every.clone()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # not every wait is found: for this a first try is good enough
+            torch.cuda.set_sync_debug_mode("error")
         try:
             self._by(rule, norms)
         except RuntimeError:  # it asks for a value, for which no recording can wait; to try would spoil later ones
