@@ -1,4 +1,4 @@
-"""Normalisations taken apart: the library's numbers, and no pass over the data that a compiler could not share."""
+"""Operations taken apart: the library's numbers, and no pass over the data that a compiler could not share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipwise.records import trainable
 from clipwise.records.capture import traced
-from clipwise.records.decompositions import group_norm, group_norm_backward
+from clipwise.records.decompositions import attention, attention_backward, group_norm, group_norm_backward
 from clipwise.records.lean import lean
 from clipwise.types import Batch
 
@@ -37,6 +37,46 @@ def test_group_norm_and_its_backward_are_the_library_s(affine: bool, shape: tupl
             torch.testing.assert_close(gradient, theirs)
         else:
             assert not affine
+
+
+@pytest.mark.parametrize("masked", [None, "causal", "bias", "a row without a place"])
+def test_short_attention_and_its_backward_are_the_library_s(masked: str | None, tf32: None) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, size, 4, requires_grad=True) for size in (5, 6, 6))
+    bias = None if masked in (None, "causal") else torch.randn(2, 1, 5, 6)
+    if bias is not None and masked != "bias":
+        bias[1, :, 2] = -torch.inf
+    causal = masked == "causal"
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, scale=0.3)
+    with torch.no_grad():
+        out, lengths, seed, offset = attention(query, key, value, bias, True, 0.0, causal, scale=0.3)
+    torch.testing.assert_close(out, torch.nan_to_num(expected))
+    if masked != "a row without a place":  # where the library's reference has no gradient
+        gradient = torch.randn_like(out)
+        theirs = torch.autograd.grad(expected, (query, key, value), gradient)
+        both = (out, lengths, seed, offset, 0.0, [True, True, True, False])
+        with torch.no_grad():
+            *found, none = attention_backward(gradient, query, key, value, bias, *both, causal, scale=0.3)
+        assert none is None
+        for own, other in zip(found, theirs, strict=True):
+            torch.testing.assert_close(own, other)
+
+
+def test_long_attention_is_left_to_the_library_s_kernel_and_so_is_what_must_not_be_rounded(tf32: None) -> None:
+    short, long = torch.randn(1, 1, 256, 2), torch.randn(1, 1, 257, 2)
+    assert attention(short, short, short, None, True) is not NotImplemented
+    for q, dropout in ((long, 0.0), (short.double(), 0.0), (short, 0.5)):
+        assert attention(q, q, q, None, True, dropout) is NotImplemented
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert attention(short, short, short, None, True) is NotImplemented
+
+
+@pytest.fixture
+def tf32() -> Any:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def test_the_gradients_of_scale_and_shift_share_their_sums_with_the_input_s() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
@@ -119,6 +120,19 @@ ON_A_GPU = {  # positions, p, q, raw inputs, whether it unfolds
 def test_with_kernels_a_gpu_writes_little_and_never_unfolds(shape: str) -> None:
     (*sizes, raw_inputs, unfolds), form = ON_A_GPU[shape]
     assert planner.choose(*sizes, raw_inputs=raw_inputs, cuda=True, kernel=True, unfolds=unfolds).name == form
+
+
+def test_a_gradient_is_written_only_where_it_takes_no_more_memory_than_its_records() -> None:
+    sizes = (1024, 768, 2304)  # 1.77 M numbers, in the place of 3.15 M of half the width
+    assert planner.choose(*sizes, cuda=True, kernel=True).name == "written"
+    assert planner.choose(*sizes, cuda=True, kernel=True, half=True).name == "gram"
+
+
+def test_the_norm_of_a_large_written_gradient_is_a_few_operations_in_a_graph() -> None:
+    value = torch.randn(2, 100 * kinds.PIECE + 7)
+    graph = make_fx(lambda v: Dense(v).sq_norm())(value)
+    assert len(graph.graph.nodes) < 20
+    torch.testing.assert_close(graph(value).double(), value.double().square().sum(1), rtol=1e-6, atol=0)
 
 
 sizes = st.integers(1, 300)

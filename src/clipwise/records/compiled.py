@@ -74,6 +74,11 @@ class CompiledCapture:
     groups: Groups
     options: dict[str, Any] = field(default_factory=dict)  # for torch.compile
     _graphs: dict[Any, _Graphs] = field(default_factory=dict, repr=False)
+    _modules: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        """Remember the modules: to walk through a model takes longer than to look at a list."""
+        self._modules = list(self.model.modules())
 
     def __call__(self, batch: Batch) -> SampleGradients:
         """The per-sample gradients of a batch of at most ``rows`` samples."""
@@ -85,7 +90,7 @@ class CompiledCapture:
         padded = mapped(batch, lambda t: _padded(t, self.rows) if t.dim() else t)
         key = (
             tuple((t.shape, t.dtype, t.stride()) for t in tensors(padded)),
-            tuple(module.training for module in self.model.modules()),
+            tuple(module.training for module in self._modules),
         )
         if key not in self._graphs:
             self._graphs[key] = _Graphs(self.model, self.loss, padded, self.groups, self.options)
@@ -142,7 +147,7 @@ class _Graphs:
         """Refuse graphs whose norms or sums are not the eager pass's: a compiler's mistake can be a privacy failure."""
         assert self._build is not None
         for _ in range(3):  # a race or a stale buffer may need more than one run to show
-            norms, _, flat = self._forward({name: p.detach() for name, p in self.parameters.items()}, batch)
+            norms, _, flat = self._forward(self._values(), batch)
             finite = eager.isfinite() & norms.isfinite()
             error = ((norms - eager) / eager.clamp(min=1e-6))[finite]
             if error.numel():
@@ -156,13 +161,21 @@ class _Graphs:
         if math.isfinite(length):
             _agree("sums", apart / max(length, 1e-6), AGREE)
 
+    def _values(self) -> Mapping[str, Tensor]:
+        """The parameters as the first graph takes them: compiled, without gradients; recorded, in any way."""
+        if isinstance(self._forward, _Replay):
+            return self.parameters
+        return {name: p.detach() for name, p in self.parameters.items()}
+
     def __call__(self, batch: Batch, samples: int) -> SampleGradients:
         assert self._build is not None
         # as they are now: a recurrent layer may have moved its weights to other memory since
-        norms, losses, flat = self._forward({name: p.detach() for name, p in self.parameters.items()}, batch)
+        norms, losses, flat = self._forward(self._values(), batch)
 
         def add_up(weights: Tensor) -> Gradient:
-            return self._sum(flat, self._weights.padded(weights))
+            every = self._weights.padded(weights)
+            # recorded, it reads what the first graph wrote: nothing to look for
+            return self._sum.again() if isinstance(self._sum, _Replay) else self._sum(flat, every)
 
         build = self._build
         return GraphGradients(
@@ -332,7 +345,7 @@ class _Replay:
     """A CUDA graph of a function; inputs are copied into the tensors that it was captured with."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
-        self.inputs = list(tensors(inputs))
+        self.inputs = [(t, t.data_ptr()) for t in tensors(inputs)]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -345,8 +358,13 @@ class _Replay:
         self.pool = self.graph.pool()
 
     def __call__(self, *arguments: Any) -> Any:
-        for mine, given in zip(self.inputs, tensors(arguments), strict=True):
-            if mine.data_ptr() != given.data_ptr():
-                mine.copy_(given)
+        """Its results for these arguments: overwritten by the next call."""
+        for (mine, place), given in zip(self.inputs, tensors(arguments), strict=True):
+            if given.data_ptr() != place:
+                mine.copy_(given.detach())
+        return self.again()
+
+    def again(self) -> Any:
+        """Its results for what its inputs hold."""
         self.graph.replay()
         return self.outputs

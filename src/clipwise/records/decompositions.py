@@ -1,12 +1,15 @@
-"""Normalisations taken apart for a compiler, so that what a private step adds to them costs no pass of its own.
+"""Operations taken apart for a compiler, where the library's own kernel or decomposition would cost a step more.
 
 Receives: nothing.
-Gives: for each normalisation, the same in operations that a compiler fuses.
+Gives: taken_apart: for normalisations and for short attention, the same in operations that a compiler fuses.
 
 The per-sample gradients of a group normalisation's scale and shift are Σ b x̂ and Σ b over each channel's positions. Its
 input's gradient can be made of the same two sums, but the library's own decomposition makes it of others: a compiler
 would read b and x once more. Written as here, the two are the same nodes of the graph as those that
 ``layers.group_norm`` asks for.
+
+Attention in float32 has one fused kernel, made for long sequences. Over a few hundred places two products and a softmax
+between them are faster where products may be in TF32.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def normalisations() -> Mapping[Any, Callable[..., Any]]:
+def taken_apart() -> Mapping[Any, Callable[..., Any]]:
     """Decompositions for tracing; layer normalisations as the library takes them apart."""
     from torch._decomp import get_decompositions
 
     found: dict[Any, Any] = dict(get_decompositions((aten.native_layer_norm, aten.native_layer_norm_backward)))
     found[aten.native_group_norm.default] = group_norm
     found[aten.native_group_norm_backward.default] = group_norm_backward
+    found[aten._scaled_dot_product_efficient_attention.default] = attention
+    found[aten._scaled_dot_product_efficient_attention_backward.default] = attention_backward
     return found
 
 
@@ -86,6 +91,72 @@ def group_norm_backward(
         q, s = -rate * rate * back, (mean * rate * back - away) * rate
         found = (b * p + x * _each(q, x, channels) + _each(s, x, channels)).to(input.dtype)
     return found, along.sum(0) if wanted[1] else None, total.sum(0) if wanted[2] else None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """P value with P = exp(S − log Σ exp S), S = scale · query keyᵀ + bias; and that logarithm."""
+    if not _short(query, key, dropout):
+        return NotImplemented
+    scores = _scores(query, key, bias, is_causal, scale)
+    lengths = torch.logsumexp(scores, -1)
+    lengths = torch.where(lengths.isneginf(), 0.0, lengths)  # nothing to attend to: weights of zero
+    unused = query.new_zeros((), dtype=torch.long)  # the seed of a dropout
+    return torch.exp(scores - lengths[..., None]) @ value, lengths, unused, unused
+
+
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    lengths: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout: float,
+    wanted: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    """∂S = P ⊙ (∂out valueᵀ − ⟨∂out, out⟩), and with it the gradients of query, key and value."""
+    if not _short(query, key, dropout) or (bias is not None and wanted[3]):
+        return NotImplemented
+    p = torch.exp(_scores(query, key, bias, is_causal, scale) - lengths[..., None])  # the same scores: computed once
+    s = p * (gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
+    return s @ key, s.mT @ query, p.mT @ gradient, None
+
+
+PLACES = 256  # beyond these the matrix of scores is larger than all else that a layer keeps
+
+
+def _short(query: Tensor, key: Tensor, dropout: float) -> bool:
+    tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return tf32 and dropout == 0.0 and max(query.shape[2], key.shape[2]) <= PLACES
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None) -> Tensor:
+    scores = _scale(query, scale) * (query @ key.mT)
+    scores = scores if bias is None else scores + bias
+    if is_causal:
+        earlier = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = torch.where(earlier, scores, -torch.inf)
+    return scores
 
 
 def _normal(x: Tensor, mean: Tensor, rate: Tensor, channels: int) -> Tensor:

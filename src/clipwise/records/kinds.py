@@ -19,6 +19,8 @@ from clipwise.records.kernels import convolution_dense, convolution_sq_norm, con
 from clipwise.records.kernels.gram import HALF, aligned
 from clipwise.records.tf32 import halves, rounds
 
+PIECE = 1 << 14  # numbers whose squares one accumulator adds up
+
 
 class Record(Protocol):
     """v_1 … v_B for one parameter."""
@@ -114,8 +116,13 @@ class Dense:
     def sq_norm(self) -> Tensor:
         """Σ v²."""
         # No copy of squares. In pieces: a float32 accumulator loses small terms after some hundred thousand of them.
-        pieces = _flat(wide(self.value).permute(0, *_order(self.value))).split(1 << 14, 1)
-        return torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in pieces], 1).square().sum(1)
+        value = _flat(wide(self.value).permute(0, *_order(self.value)))
+        even = value.shape[1] // PIECE * PIECE
+        norms = torch.linalg.vector_norm(value[:, None, even:], dim=-1)
+        if even:
+            pieces = value[:, :even].unflatten(1, (even // PIECE, PIECE))
+            norms = torch.cat([norms, torch.linalg.vector_norm(pieces, dim=-1)], 1)
+        return norms.square().sum(1)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩."""
@@ -247,7 +254,7 @@ def outer_form(a: Tensor, outputs: int, dtype: torch.dtype) -> planner.Form:
     _, blocks, positions, inputs = a.shape
     halved = dtype == a.dtype and rounds(a, a, convolution=False) and blocks == 1 and positions > 1
     kernel = halved or _by_kernel(a, dtype)
-    return planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel)
+    return planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, half=kernel)
 
 
 @dataclass(frozen=True)
@@ -327,6 +334,7 @@ class Convolution:
             cuda=self.x.is_cuda,
             kernel=self._by_kernel,
             unfolds=True,
+            half=self.x.is_cuda and (self.x.dtype in HALF or self.rounded),
         )
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from clipwise.records.capture import graph_of
-from clipwise.records.decompositions import normalisations
+from clipwise.records.decompositions import taken_apart
 from clipwise.records.kernels.gram import HALF
 
 aten = torch.ops.aten
@@ -37,8 +37,7 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
     if any(node.target._schema.is_mutable for node in _operators(graph)):
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)
-    taken_apart = graph_of(relaid(graph), *example, decompositions=normalisations())
-    return without_repeats(taken_apart)
+    return without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart()))
 
 
 def _operators(graph: Any) -> list[Any]:

@@ -46,12 +46,14 @@ def choose(
     cuda: bool = False,
     kernel: bool = False,
     unfolds: bool = False,
+    half: bool = False,
 ) -> Form:
     """The cheapest form for ``blocks`` products of [positions, inputs]ᵀ [positions, outputs].
 
     ``raw_inputs`` is the layer input's floats per sample where that differs from positions × inputs (convolutions,
     whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything;
-    ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should.
+    ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should; ``half``: records are in
+    half precision, and a written gradient is not.
     """
     gram = blocks * positions**2 * (inputs + outputs)
     product = blocks * positions * inputs * outputs
@@ -61,7 +63,8 @@ def choose(
     costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
     if kernel:  # Gram matrices are symmetric, and the kernel computes half of each
         costs = {"fused": 2 * product} if unfolds else {"fused": 2 * product, "gram": gram // 2 + product}
-    if floats <= record:  # written out, it replaces (a, b), which are then free: never more memory than keeping them
+    # Written out, it replaces (a, b), which are then free: never more memory than keeping them.
+    if floats * (2 if half else 1) <= record:
         costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats
     name = min(costs, key=lambda form: costs[form])
     return Form(name, gram, product, record, floats)
