@@ -175,7 +175,7 @@ small = st.integers(1, 4)
 def assert_matches(case: Case) -> None:
     found, expected = (f(case.model(), loss, case.batch()) for f in (per_sample, oracle.per_sample))
     assert_agree(found, expected)
-    weights = torch.linspace(-1, 1, found.samples, dtype=torch.float64)
+    weights = torch.linspace(-1, 2, found.samples, dtype=torch.float64)
     assert off(found.weighted_sum(weights), expected.weighted_sum(weights)) < CLOSE
     assert_agree(found + found, 2.0 * expected)
     assert_agree(found.merged(found.samples), expected.merged(found.samples))
