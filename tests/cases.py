@@ -498,6 +498,7 @@ def raw() -> Iterator[Case]:
         "matmul": lambda m, x: torch.matmul(x, m.w),
         "x.matmul(W)": lambda m, x: x.matmul(m.w),
         "mm": lambda m, x: torch.mm(x.flatten(0, 1), m.w),
+        "mm by name": lambda m, x: torch.mm(x.flatten(0, 1), mat2=m.w),
         "x @ W on a vector": lambda m, x: x[:, 0] @ m.w,
     }.items():
         yield case(f"product {name}", use, w=(3, 6))
@@ -523,6 +524,10 @@ def raw() -> Iterator[Case]:
     yield case("attention with a trained bias of each head", biased, p=(1, 2, 5, 5))
     yield case("attention with a trained bias for all heads", biased, p=(5, 5))
     yield case("GPT-2's Conv1D", conv1d, w=(3, 6), b=(6,))
+    yield case("addmm by name", lambda m, x: torch.addmm(m.b, mat1=x.flatten(0, 1), mat2=m.w), w=(3, 6), b=(6,))
+    yield case("batch_norm with fixed statistics",
+               lambda m, x: torch.batch_norm(x.mT, m.w, m.b, x.new_ones(3), x.new_ones(3),
+                                             False, 0.1, 1e-5, False), w=(3,), b=(3,))  # fmt: skip
     masked = lambda m, x: F.conv1d(x.transpose(1, 2), m.w * torch.tensor([1.0, 1.0, 0.0]), padding=1)
     yield case("convolution with a masked weight", masked, w=(3, 3, 3))
 
@@ -542,6 +547,10 @@ def fallbacks() -> Iterator[Case]:
                data=lambda: (integers(7, 5),), w=(7, 3))  # fmt: skip
     yield case("addmm with factors", "addmm",
                lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w, beta=0.5, alpha=2), w=(3, 6), b=(6,))  # fmt: skip
+    yield case("linear with one number for all features", "linear",
+               lambda m, x: F.linear(x, m.w, m.b), w=(6, 3), b=(1,))  # fmt: skip
+    yield case("addmm with one number for all features", "addmm",
+               lambda m, x: torch.addmm(m.b, x.flatten(0, 1), m.w), w=(3, 6), b=(1,))  # fmt: skip
 
 
 # ── parametrisations ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,10 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, integers, loss, normal, off
-from clipwise.records import Capture, SampleGradients, layers, oracle, swapped, trainable, written
+from clipwise.records import Capture, SampleGradients, oracle, swapped, trainable, written
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
+from clipwise.records.layers import convolutions
 from clipwise.records.tape import tensors
 from clipwise.types import Gradient, InputError
 
@@ -347,7 +348,7 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     """As they do on a GPU; three do not divide the units, so some are filled up with zeros."""
     capture, batch, along = recorded(name)
     plain = displaced(capture, batch, along, RADIUS).materialise()
-    monkeypatch.setattr(layers, "_share", lambda values, groups: share if groups == 1 else 1)
+    monkeypatch.setattr(convolutions, "_share", lambda values, groups: share if groups == 1 else 1)
     assert off(displaced(capture, batch, along, RADIUS).materialise(), plain) < 1e-9
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import CASES, SAMPLES, each, integers, loss, normal, off
+from cases import CASES, SAMPLES, Raw, each, integers, loss, normal, off
 from clipwise.records import Capture, batch_size, oracle, per_sample
 from clipwise.types import InputError, Refused
 
@@ -509,6 +509,12 @@ def test_batch_norm_in_training_mode_is_refused_with_the_fix() -> None:
     for layers in ([nn.BatchNorm1d(3)], [nn.Linear(3, 3), nn.BatchNorm1d(3)]):
         with pytest.raises(Refused, match=r"nn\.GroupNorm.*eval\(\)"):
             per_sample(nn.Sequential(*layers).double(), loss, (normal(3),))
+
+
+def test_torch_s_own_batch_norm_in_training_mode_is_refused_too() -> None:
+    model = Raw(lambda m, x: torch.batch_norm(x, m.w, m.b, None, None, True, 0.1, 1e-5, False), w=(3,), b=(3,))
+    with pytest.raises(Refused, match=r"nn\.GroupNorm"):
+        per_sample(model.double(), loss, (normal(3),))
 
 
 def test_an_embedding_with_max_norm_is_refused_by_name() -> None:

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
 from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
-from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, gram_sq_norm
+from clipwise.records.kernels import gram_sq_norm
+from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
 from clipwise.types import InputError
 
 CLOSE = 1e-10

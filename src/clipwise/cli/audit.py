@@ -26,7 +26,7 @@ from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, regist
 from clipwise.audit.one_run import verdict
 from clipwise.audit.verdict import WHOLE_RUNS, row
 from clipwise.cli import Finding
-from clipwise.cli.runs import _optimizer, loss_of, network, splits_for, use_threads
+from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_threads
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
@@ -161,7 +161,7 @@ class _Again:
         model, public, _ = network(settings, self._all)
         return make_private(
             model,
-            _optimizer(settings, [p for p in model.parameters() if p.requires_grad]),
+            optimizer_of(settings, [p for p in model.parameters() if p.requires_grad]),
             data,
             loss=loss_of(self._splits, settings.precision),
             method=self._run.statement["method"],

@@ -222,7 +222,7 @@ def run_one(
                 model,
                 loss_of(splits, config.precision),
                 splits.train,
-                optimizer=partial(_optimizer, config),
+                optimizer=partial(optimizer_of, config),
                 scheduler=partial(_cosine, steps) if config.schedule == "cosine" else None,
                 evaluate=partial(measured, splits),
                 evaluate_every=every,
@@ -354,7 +354,8 @@ def _patient(bar: Bar) -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, before)
 
 
-def _optimizer(config: TrainConfig, parameters: Any) -> Optimizer:
+def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:
+    """The optimizer that the settings name, with those of its options that they give."""
     kind = optimizers()[config.optimizer]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {"lr": positive("learning_rate", config.learning_rate or 0)}

@@ -6,7 +6,7 @@ Gives: taken_apart: for normalisations and for short attention, the same in oper
 The per-sample gradients of a group normalisation's scale and shift are Σ b x̂ and Σ b over each channel's positions. Its
 input's gradient can be made of the same two sums, but the library's own decomposition makes it of others: a compiler
 would read b and x once more. Written as here, the two are the same nodes of the graph as those that
-``layers.group_norm`` asks for.
+``layers.normalisations.group_norm`` asks for.
 
 Attention in float32 has one fused kernel, made for long sequences. Over a few hundred places two products and a softmax
 between them are faster where products may be in TF32.
@@ -75,7 +75,7 @@ def group_norm_backward(
     """∂x = r (w b − mean(w b) − x̂ mean(w b x̂)), the means over a group; and the gradients of scale and shift."""
     b, x = _wide(gradient), _wide(input)
     mean, rate = (t.reshape(samples, groups, 1, 1) for t in (mean, rate))
-    along, total = (  # as ``layers._channels`` adds up what a channel has: [sample, channel]
+    along, total = (  # as ``normalisations._channels`` adds up what a channel has: [sample, channel]
         t.reshape(samples, 1, channels, positions).sum((1, 3)) for t in (b * _normal(x, mean, rate, channels), b)
     )
     found: Tensor | None = None

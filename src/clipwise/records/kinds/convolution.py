@@ -1,0 +1,205 @@
+"""Per-sample gradients of a convolution's weight, kept as images and output gradients, never unfolded without need.
+
+Receives: a convolution's inputs x and output gradients b, [unit, channel, *space], and its Geometry.
+Gives: Convolution; Geometry: the weight's shape, stride, padding, dilation and groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.records import planner
+from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total
+from clipwise.records.kernels.gram import HALF
+from clipwise.records.kinds.dense import streamed_sq_norm
+from clipwise.records.kinds.halved import Halved
+from clipwise.records.kinds.outer import Outer
+from clipwise.records.kinds.record import masked, shaped, wide
+from clipwise.records.tf32 import halves, rounds
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a convolution's weight gradient needs to know beside input and output gradient."""
+
+    shape: torch.Size  # of the weight
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """v_i is the weight gradient of a convolution of ``x`` [unit, channel, *space] with output gradient ``b``.
+
+    A unit of several images (samples merged into one, probes added up) has one more dimension, [unit, image, channel,
+    *space], and its gradient is the images' sum. A transposed convolution is the same record with x and b in each
+    other's place: it is the adjoint.
+    """
+
+    x: Tensor
+    b: Tensor
+    geometry: Geometry
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        return self.x.shape[0]
+
+    @property
+    def probes(self) -> int:
+        """How many images a unit has."""
+        return self.x.shape[1] if self.x.dim() == 3 + len(self.geometry.stride) else 1
+
+    def _images(self) -> tuple[Tensor, Tensor]:
+        """X and b with images one after the other, [unit · image, channel, *space]."""
+        several = self.x.dim() == 3 + len(self.geometry.stride)
+        return (self.x.flatten(0, 1), self.b.flatten(0, 1)) if several else (self.x, self.b)
+
+    def scaled(self, factors: Tensor) -> Convolution:
+        """Scaling a sample scales b."""
+        return replace(self, b=self.b * shaped(self.b, factors))
+
+    def merged(self, size: int) -> Convolution:
+        """Samples become images of one unit."""
+        count = size * self.probes
+        x, b = (t.reshape(t.shape[0] // count, count, *t.shape[1:]) for t in self._images())
+        return replace(self, x=x, b=b)
+
+    def masked(self, keep: Tensor) -> Convolution:
+        """Zeros where not ``keep``."""
+        return Convolution(masked(self.x, keep), masked(self.b, keep), self.geometry)
+
+    def adds_to(self, other: Convolution) -> bool:
+        """Whether both are of one geometry and size, so that adding puts images side by side."""
+        mine, theirs = self._images(), other._images()
+        same = all(a.shape[1:] == c.shape[1:] and a.dtype == c.dtype for a, c in zip(mine, theirs, strict=True))
+        return same and self.geometry == other.geometry
+
+    def plus(self, other: Convolution) -> Convolution:
+        """Adding concatenates images."""
+        mine, theirs = self.merged(1), other.merged(1)
+        return replace(self, x=torch.cat([mine.x, theirs.x], 1), b=torch.cat([mine.b, theirs.b], 1))
+
+    @property
+    def form(self) -> planner.Form:
+        """How the norm is computed."""
+        groups, space = self.geometry.groups, len(self.geometry.stride)
+        return planner.choose(
+            self.probes * self.b.shape[-space:].numel(),
+            self.geometry.shape[1:].numel(),
+            self.b.shape[-space - 1] // groups,
+            blocks=groups,
+            raw_inputs=self.x.shape[1:].numel(),
+            cuda=self.x.is_cuda,
+            kernel=self._by_kernel,
+            unfolds=True,
+            half=self.x.is_cuda and (self.x.dtype in HALF or self.rounded),
+        )
+
+    @property
+    def _by_kernel(self) -> bool:
+        return self.x.is_cuda and len(self.geometry.stride) == 2 and self.x.dtype == self.b.dtype
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the library may round both factors to TF32, and a kernel takes them rounded."""
+        return rounds(self.x, self.b, convolution=True) and len(self.geometry.stride) == 2
+
+    def halved(self) -> Halved:
+        """The same from rounded factors."""
+        return Halved(*halves(self.x, self.b), partial(Convolution, geometry=self.geometry))
+
+    def _arguments(self) -> tuple[Any, ...]:
+        g = self.geometry
+        return g.stride, g.padding, g.dilation, g.shape[2:], g.groups, self.probes
+
+    def sq_norm(self) -> Tensor:
+        """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
+        if self.rounded:
+            return self.halved().sq_norm()
+        form = self.form
+        if form.name == "fused":
+            return convolution_sq_norm(*self._images(), *self._arguments())
+        if form.name == "gram":
+            return self.unfolded().sq_norm()
+        return streamed_sq_norm(self, self.rows, form.written_floats, cuda=self.x.is_cuda)
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""
+        g, (x, b) = self.geometry, (wide(t) for t in self._images())
+        space = len(g.stride)
+        moved = torch.ops.aten.convolution(
+            x, direction.to(x.dtype), None, g.stride, g.padding, g.dilation, False, [0] * space, g.groups
+        )
+        return (moved * b).reshape(self.samples, -1).sum(1)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """The library's own weight gradient, with b scaled by w; in half precision a kernel's, which scales nothing."""
+        if self.rounded:
+            return self.halved().total(weights)
+        x, b = self._images()
+        if self._by_kernel and x.dtype in HALF:
+            return convolution_total(x, b, weights, *self._arguments())
+        b = wide(b)
+        return _weight_gradient(wide(x), b * shaped(b, weights.repeat_interleave(self.probes)), self.geometry)
+
+    def dense(self) -> Tensor:
+        """One convolution with a group per sample: its weight gradient is every sample's own."""
+        if self.rounded:
+            return self.halved().dense()
+        if self._by_kernel:
+            return convolution_dense(*self._images(), *self._arguments())
+        g, n, probes = self.geometry, self.samples, self.probes
+        x, b = (wide(t) for t in self._images())
+        if n == 0:
+            return x.new_zeros(0, *g.shape)
+        if g.shape[1] <= 4 and g.groups == 1:  # so few channels would leave the convolution's vectors empty
+            return self.unfolded().dense()
+        each = replace(g, shape=torch.Size([n * g.shape[0], *g.shape[1:]]), groups=n * g.groups)
+        x, b = (  # [image, unit · channel, *space]
+            t.unflatten(0, (n, probes)).transpose(0, 1).reshape(probes, n * t.shape[1], *t.shape[2:]) for t in (x, b)
+        )
+        return _weight_gradient(x, b, each).reshape(n, *g.shape)
+
+    def rows(self, start: int, stop: int) -> Convolution:
+        """Samples start … stop."""
+        return Convolution(self.x[start:stop], self.b[start:stop], self.geometry)
+
+    def unfolded(self) -> Outer:
+        """The same gradient as an Outer: each output position's input patch is a row of a."""
+        g, (x, b) = self.geometry, self._images()
+        space = len(g.stride)
+        pads = [pad for size in reversed(g.padding) for pad in (size, size)]
+        x = torch.nn.functional.pad(x, pads)
+        out, kernel = b.shape[2:], g.shape[2:]
+        strides = x.stride()[2:]
+        patches = x.as_strided(
+            (*x.shape[:2], *kernel, *out),
+            (
+                *x.stride()[:2],
+                *(s * d for s, d in zip(strides, g.dilation, strict=True)),
+                *(s * d for s, d in zip(strides, g.stride, strict=True)),
+            ),
+            x.storage_offset(),
+        )  # [image, channel, *kernel, *out]
+        n, channels = x.shape[:2]
+        a = patches.reshape(n, g.groups, channels // g.groups * kernel.numel(), out.numel()).transpose(2, 3)
+        b = b.reshape(n, g.groups, b.shape[1] // g.groups, out.numel()).transpose(2, 3)
+        assert space == len(out)
+        each = Outer(a, b, g.shape)
+        return each.merged(self.probes) if self.probes > 1 else each
+
+
+def _weight_gradient(x: Tensor, b: Tensor, g: Geometry) -> Tensor:
+    shape_only = x.new_zeros(()).expand(g.shape)  # the kernel asks for the weight but reads only its shape
+    space = len(g.stride)
+    return torch.ops.aten.convolution_backward(
+        b, x, shape_only, None, g.stride, g.padding, g.dilation, False, [0] * space, g.groups, [False, True, False]
+    )[1]

@@ -1,0 +1,77 @@
+"""What every kind of record can do, and what they all compute with.
+
+Receives: tensors whose first dimension is the samples.
+Gives: Record, the algebra that each kind has; wide, shaped, masked, flat and units, the small steps that kinds share.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from clipwise.records.kernels.gram import HALF
+
+
+class Record(Protocol):
+    """v_1 … v_B for one parameter."""
+
+    @property
+    def samples(self) -> int:
+        """How many units there are."""
+        ...
+
+    def scaled(self, factors: Tensor) -> Record:
+        """c_i v_i."""
+        ...
+
+    def merged(self, size: int) -> Record:
+        """Each ``size`` consecutive samples become one unit, whose gradient is their sum."""
+        ...
+
+    def masked(self, keep: Tensor) -> Record:
+        """v_i where ``keep``, exact zeros elsewhere, even where v_i is not finite."""
+        ...
+
+    def sq_norm(self) -> Tensor:
+        """‖v_i‖², never under-estimated by more than the format's rounding. [sample]."""
+        ...
+
+    def inner(self, direction: Tensor) -> Tensor:
+        """⟨v_i, u⟩. [sample]."""
+        ...
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Σ_i w_i v_i, of the parameter's shape."""
+        ...
+
+    def dense(self) -> Tensor:
+        """v_i written out. [sample, *shape]."""
+        ...
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in float32 or better: sums and norms are never taken in half precision."""
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def shaped(tensor: Tensor, factors: Tensor) -> Tensor:
+    """[sample] factors, shaped to multiply [sample, …]."""
+    return factors.to(tensor.dtype).reshape(-1, *(1,) * (tensor.dim() - 1))
+
+
+def masked(tensor: Tensor, keep: Tensor) -> Tensor:
+    """The tensor where ``keep`` [sample], exact zeros elsewhere."""
+    # where, not a product: 0 · inf is not 0
+    return torch.where(keep.reshape(-1, *(1,) * (tensor.dim() - 1)), tensor, torch.zeros((), dtype=tensor.dtype))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """[sample, everything else], also for a scalar parameter and for no samples."""
+    return tensor.reshape(tensor.shape[0], tensor.shape[1:].numel())
+
+
+def units(tensor: Tensor, size: int) -> Tensor:
+    """[sample, position, …] → [unit, size · position, …]."""
+    return tensor.reshape(tensor.shape[0] // size, size * tensor.shape[1], *tensor.shape[2:])

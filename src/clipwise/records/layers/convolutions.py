@@ -1,0 +1,151 @@
+"""Convolutions in one, two and three dimensions, and transposed ones.
+
+Receives: a Meeting and the arguments of the call.
+Gives: the output, tapped so that the weight's record is the input beside b or, where that is cheaper, written out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipwise.records.displacement import cut
+from clipwise.records.kinds import Convolution, Dense, Geometry, Record, wide
+from clipwise.records.layers.fallback import by_vmap
+from clipwise.records.layers.meeting import Meeting, as_seen, full_precision, identity, seen_format, summed
+from clipwise.records.tape import Want
+
+
+def convolution(
+    m: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """F.conv1d, conv2d, conv3d."""
+    space = weight.dim() - 2
+    if m.source(input) is not None or m.rows(input) is None or m.out.dim != 0 or input.dim() != space + 2:
+        return by_vmap(m)
+    steps, spread = _tuple(stride, space), _tuple(dilation, space)
+    x = input
+    if isinstance(padding, str):
+        if padding == "same":  # as torch does: the odd one goes to the right
+            totals = [d * (k - 1) for d, k in zip(spread, weight.shape[2:], strict=True)]
+            x = F.pad(x, [side for t in reversed(totals) for side in (t // 2, t - t // 2)])
+        pads = (0,) * space
+    else:
+        pads = _tuple(padding, space)
+    geometry = Geometry(weight.shape, steps, pads, spread, groups)
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
+    output = _kernel(m, x, weight, bias, groups, run)
+    return _convolved(m, x, weight, bias, geometry, output, transposed=False)
+
+
+def transposed_convolution(
+    m: Meeting,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """F.conv_transpose1d, 2d, 3d: ⟨convᵀ(x, W), b⟩ = ⟨x, conv(b, W)⟩, so x and b change places in the record."""
+    space = weight.dim() - 2
+    if m.source(input) is not None or m.rows(input) is None or m.out.dim != 0 or input.dim() != space + 2:
+        return by_vmap(m)
+    steps, pads, spread, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
+    geometry = Geometry(weight.shape, steps, pads, spread, groups)
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, more, groups, spread)  # noqa: E731
+    output = _kernel(m, input, weight, bias, groups, run)
+    return _convolved(m, input, weight, bias, geometry, output, transposed=True)
+
+
+def _kernel(
+    m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, run: Callable[..., Tensor]
+) -> Tensor:
+    """The convolution; in a displaced pass one with a group for each unit, so that each has its own weight."""
+    own, offset = m.own(weight), m.own(bias)
+    if own is None:
+        if offset is None:
+            return run(x, m.value(weight), m.value(bias), groups)
+        y = run(x, m.value(weight), None, groups)
+        return (wide(y) + m.placed(offset.each.unflatten(1, (-1, *(1,) * (x.dim() - 2))), x.dim())).to(y.dtype)
+    units, views = m.samples // own.views, own.views * m.out.factor
+    with full_precision(x):
+        added: Tensor | None = None
+        if bias is not None:
+            added = cut(offset.value).flatten() if offset is not None else wide(m.value(bias)).repeat(units)
+        images = wide(x).unflatten(0, (units, views)).transpose(0, 1)  # [view, unit, channel, …]
+        values = cut(own.value)
+        share = _share(values, groups)
+        if share > 1:
+            rest = -units % share
+            images, values = _more(images, 1, rest), _diagonal(_more(values, 0, rest), share)
+            added = None if added is None else _more(added.unflatten(0, (units, -1)), 0, rest).flatten()
+        y = run(images.flatten(1, 2), values.flatten(0, 1), added, len(values) * groups)
+        y = y.unflatten(1, (len(values) * share, -1))[:, :units].transpose(0, 1).flatten(0, 1)
+    return y.to(seen_format(x))
+
+
+FULL = 64  # channels; with fewer in a group a GPU's convolution is an order of magnitude slower (measured on an H200)
+
+
+def _share(values: Tensor, groups: int) -> int:
+    """How many units share a group of a displaced convolution, their weights along its diagonal."""
+    inputs, outputs = values.shape[1:3]
+    return max(1, FULL // max(inputs, outputs)) if values.is_cuda and groups == 1 and min(inputs, outputs) >= 8 else 1
+
+
+def _more(tensor: Tensor, dim: int, count: int) -> Tensor:
+    """The tensor with so many zeros at the end of a dimension."""
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, count]) if count else tensor
+
+
+def _diagonal(values: Tensor, share: int) -> Tensor:
+    """Weights [unit, channel, channel, …] of ``share`` units as the diagonal blocks of one."""
+    space = (1,) * (values.dim() - 3)
+    eye = torch.eye(share, dtype=values.dtype, device=values.device).reshape(share, 1, share, 1, *space)
+    blocks = values.unflatten(0, (-1, share)).unsqueeze(3) * eye  # [group, share, channel, share, channel, …]
+    return blocks.flatten(3, 4).flatten(1, 2)
+
+
+def _convolved(
+    m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, output: Tensor, *, transposed: bool
+) -> Tensor:
+    n, factor, source = m.samples, m.out.factor, m.source(weight)
+    x = as_seen(cut(x), output)
+    wants, saved = list[Want | None](), list[Tensor]()
+    if source is not None:
+
+        def record(x: Tensor, b: Tensor) -> Record:
+            conv = Convolution(b, x, geometry) if transposed else Convolution(x, b, geometry)
+            return conv if factor == 1 else conv.merged(factor)  # several images of one sample are one unit
+
+        form = (Convolution(output.detach(), x, geometry) if transposed else Convolution(x, output, geometry)).form
+        if m.tape.writes(form, source):
+            dtype = torch.promote_types(wide(x).dtype, wide(output).dtype)
+            written = lambda b, x: record(x, b).dense()  # noqa: E731
+            wants.append(Want(source, (n, *geometry.shape), dtype, written, Dense))
+            saved = [x]
+        else:
+            wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, x)))
+        m.tape.site([source], m.call.label, form)
+    channels = output.shape[1]
+    keep = lambda b: wide(b).flatten(2).sum(2).reshape(n, factor, channels).sum(1)  # noqa: E731
+    return m.tap(output, saved, [*wants, summed(m.source(bias), output, m.out, keep)])
+
+
+def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:
+    values = (value,) * length if isinstance(value, int) else tuple(value)
+    return values * length if len(values) == 1 else values

@@ -1,0 +1,127 @@
+"""Products with a weight matrix: linear, matmul, addmm.
+
+Receives: a Meeting and the arguments of the call.
+Gives: the output, tapped so that the weight's record is the pair (a, b) or, where that is cheaper, written out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipwise.records.displacement import cut
+from clipwise.records.kinds import Dense, Outer, outer_form, wide
+from clipwise.records.layers.fallback import by_vmap
+from clipwise.records.layers.meeting import Meeting, as_seen, full_precision, identity, mixing, seen_format, summed
+from clipwise.records.tape import Want, by_sample, by_unit, from_units
+from clipwise.types import Refused
+
+
+def linear(m: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear."""
+    if m.source(input) is not None or weight.dim() != 2 or _spread(bias, weight.shape[0]):
+        return by_vmap(m)
+    output = _product(m, input, weight, bias, lambda offset: F.linear(input, m.value(weight), offset), flip=False)
+    return _linear(m, input, weight, bias, flip=False, output=output)
+
+
+def matmul(m: Meeting, input: Tensor, other: Tensor, *, out: None = None) -> Tensor:
+    """X @ W with a two-dimensional W."""
+    if m.source(input) is not None or other.dim() != 2 or input.dim() < 2 or m.source(other) is None:
+        return by_vmap(m)
+    output = _product(m, input, other, None, lambda _: input @ m.value(other), flip=True)
+    return _linear(m, input, other, None, flip=True, output=output)
+
+
+def mm(m: Meeting, input: Tensor, mat2: Tensor, *, out: None = None) -> Tensor:
+    """The same under torch.mm's names."""
+    return matmul(m, input, mat2)
+
+
+def addmm(m: Meeting, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Bias + X @ W, under torch.addmm's names: the Conv1D of GPT-2."""
+    bias, x = input, mat1
+    if m.source(x) is not None or (beta, alpha) != (1, 1) or _spread(bias, mat2.shape[1]):
+        return by_vmap(m)
+    output = _product(
+        m,
+        x,
+        mat2,
+        bias,
+        lambda offset: x @ m.value(mat2) if offset is None else torch.addmm(offset, x, m.value(mat2)),
+        flip=True,
+    )
+    return _linear(m, x, mat2, bias, flip=True, output=output)
+
+
+def _spread(bias: Tensor | None, features: int) -> bool:
+    """Whether one number of the bias is added to several features."""
+    return bias is not None and bias.shape != (features,)
+
+
+def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip: bool, output: Tensor) -> Tensor:
+    """y = x Wᵀ + bias with W [q, p]: v_i = Σ_s b_is a_isᵀ. ``flip``: the tensor given is Wᵀ."""
+    rows, n = m.rows(x), m.samples
+    source, wants = m.factor(weight), list[Want | None]()
+    features, saved = output.shape[-1], list[Tensor]()
+    if source is not None:
+        if rows is None:
+            raise Refused(mixing(m.call.label))
+        a = as_seen(cut(by_sample(x, rows, n)).reshape(n, 1, -1, x.shape[-1]), output)
+        positions, q = a.shape[2], features
+        form = outer_form(a, q, output.dtype)
+        swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
+        shape = source.tensor.t().shape if source.flipped else source.tensor.shape
+        out = m.out
+
+        def record(a: Tensor, b: Tensor) -> Outer:
+            b = by_sample(b, out, n).reshape(n, 1, positions, q)
+            return Outer(b, a, shape) if swap else Outer(a, b, shape)
+
+        if m.tape.writes(form, source):
+            dtype = torch.promote_types(wide(a).dtype, wide(output).dtype)
+            wants.append(Want(source, (n, *shape), dtype, lambda b, a: record(a, b).dense(), Dense))
+            saved = [a]
+        else:
+            wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, a)))
+        m.tape.site([source], m.call.label, form)
+    out_rows = m.out
+    keep = lambda b: wide(by_sample(b, out_rows, n)).reshape(n, -1, features).sum(1)  # noqa: E731
+    return m.tap(output, saved, [*wants, summed(m.source(bias), output, out_rows, keep)])
+
+
+def _product(
+    m: Meeting,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plain: Callable[[Tensor | None], Tensor],
+    *,
+    flip: bool,
+) -> Tensor:
+    """``plain(bias)``; in a displaced pass with each unit's own weight and bias."""
+    source, offset, rows = m.factor(weight), m.own(bias), m.rows(x)
+    own = source.own if source is not None else None
+    if (own is None and offset is None) or rows is None:
+        return plain(m.value(bias))
+    units = m.samples // (own or offset).views  # type: ignore[union-attr]
+    inputs = wide(by_unit(x, rows, units))
+    turned = source is not None and flip != source.flipped  # the parameter is [p, q]
+    added = None if offset is None else cut(offset.value)[:, None]
+    if own is None or own.factored:
+        base = plain(m.value(bias) if offset is None else None)
+        with full_precision(x):
+            y = wide(by_unit(base, rows, units))
+            y = y if own is None else own.product(y, inputs, turned=turned)
+            y = y if added is None else y + added
+        return from_units(y, rows, x.shape).to(base.dtype)
+    with full_precision(x):
+        values = cut(own.value) if turned else cut(own.value).mT
+        if added is None and bias is not None:
+            added = wide(m.value(bias))
+        y = inputs @ values if added is None else torch.baddbmm(added, inputs, values)
+    return from_units(y, rows, x.shape).to(seen_format(x))
