@@ -64,9 +64,10 @@ def test_sums_have_the_strides_of_their_parameters() -> None:
     net = model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     names = tuple(trainable(net))
     found = CompiledCapture(net, loss, ROWS, [names], {"backend": "aot_eager"})(batch(4))
-    sums, expected = (g.weighted_sum(torch.rand(4, 1).double(), [names]) for g in (found, Capture(net, loss)(batch(4))))
+    weights = torch.rand(4, 1).double()
+    sums, expected = (g.weighted_sum(weights, [names]) for g in (found, Capture(net, loss)(batch(4))))
     assert all(sums[name].stride() == p.stride() for name, p in trainable(net).items())
-    assert {name: v.shape for name, v in sums.items()} == {name: v.shape for name, v in expected.items()}
+    torch.testing.assert_close(sums, expected)
 
 
 def test_the_ordinary_algebra_sees_only_the_real_rows(captures: Any) -> None:
@@ -152,6 +153,47 @@ def normalised_graph() -> tuple[Any, dict[str, Tensor], Any]:
     values = {name: p.detach() for name, p in trainable(net).items()}
     graph = traced(net, loss, both, lambda g: (g.norms([names]), g.weighted_sum(torch.ones(5, 1), [names])))
     return graph, values, both
+
+
+class Lines(nn.Module):
+    """Samples are [time, feature], as users have them, and a convolution reads what a normalisation wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv, self.head = nn.GroupNorm(4, 64), nn.Conv1d(64, 64, 3), nn.Linear(64, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.conv(self.norm(x.transpose(1, 2)))).mean(2))
+
+
+def test_a_lean_graph_unfolds_what_it_is_given_in_whatever_order_it_lies() -> None:
+    torch.manual_seed(0)
+    net, both = Lines(), (torch.randn(6, 12, 64), torch.randint(0, 2, (6,)))
+    values = {name: p.detach() for name, p in trainable(net).items()}
+    expected = Capture(net, loss)(both).norms()
+    graph: Any = traced(net, loss, both, lambda g: g.norms())
+    torch.testing.assert_close(lean_module.lean(graph, values, both)(values, both), expected, rtol=1e-4, atol=0)
+
+
+def test_a_graph_that_names_strides_stays_as_it_was_traced() -> None:
+    graph = make_fx(lambda x: x.as_strided((2, 2), (1, 2)))(torch.zeros(4))
+    assert lean_module.lean(graph, torch.zeros(4)) is graph
+
+
+def test_norms_that_are_not_those_of_what_is_summed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = compiled_module._ready
+    # within what fusing may change beside the eager pass, but of other numbers than the records
+    wrong = lambda *given, **named: _wrapped(real(*given, **named), 1.01)
+    monkeypatch.setattr(compiled_module, "_ready", wrong)
+    net = model()
+    with pytest.raises(Refused, match="norms and records"):
+        CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})(batch(ROWS))
+
+
+def _wrapped(run: Any, factor: float) -> Any:
+    return lambda *arguments: (lambda out: (factor * out[0], *out[1:]) if isinstance(out, tuple) else out)(
+        run(*arguments)
+    )
 
 
 def calls(graph: Any, name: str) -> int:

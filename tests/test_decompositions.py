@@ -43,8 +43,9 @@ def test_group_norm_and_its_backward_are_the_library_s(affine: bool, shape: tupl
 def test_short_attention_and_its_backward_are_the_library_s(masked: str | None, tf32: None) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, size, 4, requires_grad=True) for size in (5, 6, 6))
-    bias = None if masked in (None, "causal") else torch.randn(2, 1, 5, 6)
+    bias = None if masked in (None, "causal") else torch.randn(2, 1, 5, 6, requires_grad=True)
     if bias is not None and masked != "bias":
+        bias = bias.detach().clone()
         bias[1, :, 2] = -torch.inf
     causal = masked == "causal"
     expected = nn.functional.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, scale=0.3)
@@ -53,13 +54,16 @@ def test_short_attention_and_its_backward_are_the_library_s(masked: str | None, 
     torch.testing.assert_close(out, torch.nan_to_num(expected))
     if masked != "a row without a place":  # where the library's reference has no gradient
         gradient = torch.randn_like(out)
-        theirs = torch.autograd.grad(expected, (query, key, value), gradient)
-        both = (out, lengths, seed, offset, 0.0, [True, True, True, False])
-        with torch.no_grad():
-            *found, none = attention_backward(gradient, query, key, value, bias, *both, causal, scale=0.3)
-        assert none is None
-        for own, other in zip(found, theirs, strict=True):
-            torch.testing.assert_close(own, other)
+        inputs = (query, key, value) if bias is None else (query, key, value, bias)
+        theirs = torch.autograd.grad(expected, inputs, gradient)
+        for wanted in (True, False):  # the bias's gradient, where there is one
+            both = (out, lengths, seed, offset, 0.0, [True, True, True, wanted])
+            with torch.no_grad():
+                found = attention_backward(gradient, query, key, value, bias, *both, causal, scale=0.3)
+            assert (found[3] is None) == (bias is None or not wanted)
+            for own, other in zip(found, theirs, strict=False):
+                if own is not None:
+                    torch.testing.assert_close(own, other)
 
 
 def test_long_attention_is_left_to_the_library_s_kernel_and_so_is_what_must_not_be_rounded(tf32: None) -> None:

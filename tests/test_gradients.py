@@ -123,6 +123,19 @@ def test_with_kernels_a_gpu_writes_little_and_never_unfolds(shape: str) -> None:
     assert planner.choose(*sizes, raw_inputs=raw_inputs, cuda=True, kernel=True, unfolds=unfolds).name == form
 
 
+def test_a_tied_weight_whose_parts_nearly_cancel_is_not_under_estimated() -> None:
+    torch.manual_seed(0)
+    shape = torch.Size([50, 16])
+    for positions in (1, 2, 3):
+        for apart in torch.logspace(-5, -2, 12).tolist():
+            product = Outer(torch.randn(8, 1, positions, 16), torch.randn(8, 1, positions, 50), shape)
+            close = -product.dense() * (1 + apart * torch.randn(8, 50, 16))
+            table = Indexed(torch.arange(50).expand(8, 50), close, shape)
+            both = SampleGradients({"w": (product, table)}, {"w": torch.zeros(shape)}, 8)
+            true = (product.dense().double() + table.dense().double()).flatten(1).norm(dim=1)
+            assert (both.norms().double() >= true * (1 - 1e-6)).all()
+
+
 def test_a_gradient_is_written_only_where_it_takes_no_more_memory_than_its_records() -> None:
     sizes = (1024, 768, 2304)  # 1.77 M numbers, in the place of 3.15 M of half the width
     assert planner.choose(*sizes, cuda=True, kernel=True).name == "written"

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.records import Capture, kinds, oracle, trainable
+from clipwise.records import Capture, SampleGradients, kinds, oracle, planner, trainable
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
-from clipwise.records.tf32 import halves, rounds
+from clipwise.records.tf32 import allowed, forbidden, halves, rounds
 
 SAMPLES = 4
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 0.0])
@@ -24,7 +24,7 @@ def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     def everywhere(one: Tensor, other: Tensor, *, convolution: bool) -> bool:
         return one.dtype == other.dtype == torch.float32
 
-    for module in (kinds.outer, kinds.convolution):
+    for module in (kinds.outer, kinds.convolution, kinds.sums):
         monkeypatch.setattr(module, "rounds", everywhere)
 
 
@@ -38,7 +38,12 @@ def convolution() -> Convolution:
     return Convolution(300 * torch.randn(SAMPLES, 4, 7, 6), torch.randn(SAMPLES, 6, 4, 6), geometry)
 
 
-RECORDS = {"Outer": outer, "Convolution": convolution, "images": lambda: convolution().merged(1)}
+def line() -> Convolution:
+    geometry = Geometry(torch.Size([6, 2, 3]), (2,), (1,), (2,), 2)
+    return Convolution(1e-3 * torch.randn(SAMPLES, 4, 11), torch.randn(SAMPLES, 6, 5), geometry)
+
+
+RECORDS = {"Outer": outer, "Convolution": convolution, "images": lambda: convolution().merged(1), "line": line}
 
 
 def test_a_processor_and_other_formats_are_left_alone() -> None:
@@ -70,7 +75,7 @@ def test_what_is_zero_stays_zero_and_what_is_not_finite_is_seen(tf32: None) -> N
     masked = record.masked(norms.isfinite())
     assert torch.equal(masked.sq_norm(), torch.where(norms.isfinite(), norms, 0.0))
     assert bool(masked.total(WEIGHTS).isfinite().all())
-    assert not (1e38 * record.a).new_ones(1).isinf() and record.scaled(torch.full((4,), 1e38)).sq_norm()[3].isinf()
+    assert record.scaled(torch.full((4,), 1e38)).sq_norm()[3].isinf()
 
 
 @pytest.mark.parametrize("kind", RECORDS)
@@ -117,6 +122,60 @@ def test_what_is_summed_is_what_was_measured_even_where_nearly_all_of_it_cancels
         alone = torch.where(torch.arange(SAMPLES) == i, 1 / norms, 0.0)
         assert float(cancelling.total(alone.float()).double().norm()) == pytest.approx(1, rel=1e-3)
     assert (norms <= 2 * full.sq_norm().sqrt()).all()  # and it is still about that gradient
+
+
+@pytest.mark.parametrize("merged", [1, 2])
+def test_lines_go_through_the_kernels_as_images_of_height_one(merged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    record = line()
+    half = Convolution(record.x.half(), record.b.half(), record.geometry).merged(merged)
+    expected = [half.sq_norm(), half.dense(), half.total(WEIGHTS[: half.samples])]
+    monkeypatch.setattr(Convolution, "_by_kernel", property(lambda self: True))  # the kernels' plain twins
+    monkeypatch.setattr(planner, "choose", lambda *_, **__: planner.Form("fused", 0, 0, 0, 0))
+    found = [half.sq_norm(), half.dense(), half.total(WEIGHTS[: half.samples])]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_convolution_without_such_a_kernel_is_exact(tf32: None) -> None:
+    torch.manual_seed(0)
+    geometry = Geometry(torch.Size([3, 2, 2, 2, 2]), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    record = Convolution(torch.randn(SAMPLES, 2, 3, 3, 3), torch.randn(SAMPLES, 3, 2, 2, 2), geometry)
+    assert not record.rounded and record.total(WEIGHTS).dtype == record.dense().dtype == torch.float64
+    norms = record.dense().square().flatten(1).sum(1)
+    assert record.sq_norm().dtype == torch.float32
+    torch.testing.assert_close(record.sq_norm().double(), norms, rtol=1e-6, atol=0)
+
+
+def test_one_position_is_left_to_the_library_unless_another_record_can_cancel_it(tf32: None) -> None:
+    torch.manual_seed(0)
+    alone = Outer(torch.randn(SAMPLES, 1, 1, 5), torch.randn(SAMPLES, 1, 1, 9), torch.Size([9, 5]))
+    assert kinds.summed(alone) is alone
+    table = Indexed(torch.arange(9).expand(SAMPLES, 9), -alone.dense() * (1 + 1e-4), alone.shape)
+    like = {"w": torch.zeros(9, 5)}
+    gradients = SampleGradients({"w": (alone, table)}, like, SAMPLES)
+    total = gradients.weighted_sum(torch.ones(SAMPLES))["w"]
+    assert total.dtype == torch.float64  # the product's part was not rounded
+    true = (alone.dense().double() + table.dense().double()).flatten(1).norm(dim=1)
+    assert (gradients.norms().double() >= true * (1 - 1e-6)).all()
+
+
+def test_either_name_of_pytorch_s_setting_is_read_and_put_back() -> None:
+    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
+    if not hasattr(cublas, "fp32_precision"):
+        pytest.skip("this PyTorch has one name only")
+    before = cublas.fp32_precision
+    assert allowed(convolution=True) == cudnn.allow_tf32 and allowed(convolution=False) == cublas.allow_tf32
+    with forbidden():
+        assert not allowed(convolution=True) and not allowed(convolution=False)
+    try:
+        cublas.fp32_precision = "tf32"  # asked by its other name, PyTorch raises
+        assert allowed(convolution=False)
+        with forbidden():
+            assert not allowed(convolution=True) and not allowed(convolution=False)
+        assert allowed(convolution=False) and cublas.fp32_precision == "tf32"
+    finally:
+        cublas.fp32_precision = before
+    assert allowed(convolution=True) == cudnn.allow_tf32 and allowed(convolution=False) == cublas.allow_tf32
 
 
 def test_a_tied_table_is_measured_with_the_rounded_product(tf32: None) -> None:

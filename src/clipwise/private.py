@@ -235,6 +235,12 @@ class Private:
         # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
         # with the parameters' own strides, so that it can update many at once
         gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
+        for name, parameter in parameters.items():
+            if update[name].shape != parameter.shape:
+                raise InputError(
+                    f"expected an update of {name} of its shape {tuple(parameter.shape)}, got "
+                    f"{tuple(update[name].shape)}: let the post-processing give one tensor for each"
+                )
         torch._foreach_copy_(gradients, [update[name] for name in parameters])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient

@@ -7,7 +7,7 @@ Gives: the losses and SampleGradients; or the same as one traced graph, for ``to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from clipwise.records.follow import Compare, PathChanged, Plan, Record, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
 from clipwise.records.tape import mapped, tensors
+from clipwise.records.tf32 import without_cudnn
 from clipwise.types import Batch, InputError, Refused
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -190,8 +191,7 @@ def traced(
         # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
         recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        as_it_is = torch.backends.cudnn.allow_tf32  # read by what is traced; the default would say yes
-        with swapped(model, own), torch.backends.cudnn.flags(enabled=not recurrent, allow_tf32=as_it_is):
+        with swapped(model, own), without_cudnn() if recurrent else nullcontext():
             return then(recorded(model, loss, batch, known, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)

@@ -21,6 +21,7 @@ from clipwise.records.capture import Capture, Loss, batch_size, trainable
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
+from clipwise.records.tf32 import forbidden
 from clipwise.types import Batch, InputError, Refused
 
 AGREES, HALF_AGREES = 1e-3, 5e-2  # how far norms and sums may be from the oracle's, of their size
@@ -57,7 +58,7 @@ def self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     it looks, not in TF32; where the model itself computes in half precision the two ways agree only so far.
     """
     refuse_modules(model)
-    with _exact_products():
+    with forbidden():
         _self_test(model, loss, batch)
 
 
@@ -89,7 +90,7 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
     ``gradients(places)`` of all of so many samples together must be those of each alone. The model is left as it was.
     Edge cases: dropout is off, since its draws follow a row's place.
     """
-    with restored(model), _exact_products():
+    with restored(model), forbidden():
         model.eval()
         places = torch.arange(samples)
         together, each = gradients(places), [gradients(place) for place in places.split(1)]
@@ -246,18 +247,6 @@ def _in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
     held = [vars(record) for records in gradients.records.values() for record in records]
     return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Float32 products on a GPU are not rounded to TF32, in which two ways of computing one thing differ by 0.3 %."""
-    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = cudnn.allow_tf32, cublas.allow_tf32
-    cudnn.allow_tf32 = cublas.allow_tf32 = False
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, cublas.allow_tf32 = before
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.records.tf32 import allowed
+
 aten = torch.ops.aten
 
 
@@ -131,18 +133,20 @@ def attention_backward(
     scale: float | None = None,
 ) -> Any:
     """∂S = P ⊙ (∂out valueᵀ − ⟨∂out, out⟩), and with it the gradients of query, key and value."""
-    if not _short(query, key, dropout) or (bias is not None and wanted[3]):
+    if not _short(query, key, dropout):
         return NotImplemented
     p = torch.exp(_scores(query, key, bias, is_causal, scale) - lengths[..., None])  # the same scores: computed once
-    s = p * (gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)) * _scale(query, scale)
-    return s @ key, s.mT @ query, p.mT @ gradient, None
+    of_scores = p * (gradient @ value.mT - (gradient * out).sum(-1, keepdim=True))
+    of_bias = of_scores.sum_to_size(bias.shape) if bias is not None and wanted[3] else None
+    s = _scale(query, scale) * of_scores
+    return s @ key, s.mT @ query, p.mT @ gradient, of_bias
 
 
 PLACES = 256  # beyond these the matrix of scores is larger than all else that a layer keeps
 
 
 def _short(query: Tensor, key: Tensor, dropout: float) -> bool:
-    tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = query.dtype == torch.float32 and allowed(convolution=False)
     return tf32 and dropout == 0.0 and max(query.shape[2], key.shape[2]) <= PLACES
 
 

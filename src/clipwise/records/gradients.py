@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.records.kinds import Dense, Record, cross, joined, wide
+from clipwise.records.kinds import Dense, Record, beside, cross, joined, wide
 from clipwise.records.tape import Site
 from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError
@@ -126,7 +126,7 @@ class SampleGradients:
         return sums
 
     def _total(self, name: str, weights: Tensor) -> Tensor:
-        totals = [record.total(weights) for record in self.records.get(name, ())]
+        totals = [record.total(weights) for record in self._own(name)]
         return sum(totals[1:], totals[0]) if totals else torch.zeros_like(self.like[name], dtype=self._dtype)
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:
@@ -169,11 +169,19 @@ class SampleGradients:
     def _sq_norms(self, names: Sequence[str]) -> Tensor:
         parts = []
         for name in names:
-            records = self.records.get(name, ())
-            parts += [record.sq_norm() for record in records]
-            # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩
-            parts += [2 * cross(u, v) for i, u in enumerate(records) for v in records[:i]]
+            records = self._own(name)
+            squares = [record.sq_norm().to(self._dtype) for record in records]
+            parts += squares
+            if len(records) > 1:  # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩, and slack for what may cancel
+                parts += [2 * cross(u, v).to(self._dtype) for i, u in enumerate(records) for v in records[:i]]
+                whole = torch.stack([square.sqrt() for square in squares]).sum(0)
+                parts.append(4 * torch.finfo(self._dtype).eps * whole.square())
         return torch.stack(parts).sum(0).clamp(min=0) if parts else self._zeros()
+
+    def _own(self, name: str) -> tuple[Record, ...]:
+        """A parameter's records as norms and sums take them."""
+        records = self.records.get(name, ())
+        return records if len(records) < 2 else tuple(beside(record) for record in records)
 
     def _with(self, records: Mapping[str, tuple[Record, ...]]) -> SampleGradients:
         return SampleGradients(records, self.like, self.samples, self.losses, self.sites)

@@ -34,6 +34,8 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
     A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
     gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
     """
+    if any(node.target is aten.as_strided.default for node in _operators(graph)):
+        return graph  # it names strides, and must be given the memory that it was traced with
     if any(node.target._schema.is_mutable for node in _operators(graph)):
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)

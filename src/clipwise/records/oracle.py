@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipwise.records.capture import Loss, batch_size, check_losses, trainable
 from clipwise.records.gradients import SampleGradients, written
 from clipwise.records.tape import mapped
+from clipwise.records.tf32 import without_cudnn
 from clipwise.types import Batch, Gradient
 
 
@@ -101,7 +102,7 @@ def _stacked(of: Callable[[int, Batch], Gradient], model: nn.Module, batch: Batc
     """``of(index, row)`` for every row."""
     parameters = _values(model)
     # cuDNN's recurrent layers have a gradient only in training mode
-    with torch.backends.cudnn.flags(enabled=False):
+    with without_cudnn():
         found = [of(i, mapped(batch, functools.partial(_row, index=i))) for i in range(batch_size(batch))]
     if not found:
         return written({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)

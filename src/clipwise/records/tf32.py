@@ -1,7 +1,8 @@
 """Where a GPU may round the factors of a product to TF32: rounded once, to float16, for the norm and for the sum alike.
 
 Receives: the two factors of per-sample gradients, float32 on CUDA.
-Gives: rounds: whether the library may round them; halves: both in float16, with TF32's 11 bits, and a scale per sample.
+Gives: rounds: whether the library may round them; halves: both in float16, with TF32's 11 bits, and a scale per sample;
+allowed, forbidden and without_cudnn: PyTorch's settings.
 
 Left to the library, the factors of the sum, w_i b_i, are rounded otherwise than those of the norm, and where positions
 cancel what is summed can be longer than what was measured. Rounded once, they are the same numbers in both; float16 is
@@ -11,27 +12,82 @@ read by the kernels at twice the speed of TF32, which would have to keep to thre
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 HIGHEST = 2.0**14  # where a sample's largest number is brought to: float16 ends just below 2¹⁶
 LEAST = 2.0**-100  # nothing that small is worth a scale of its own, which would overflow
+LARGEST = 2.0**96  # times a weight it is still finite, and any product that is not zero has an infinite norm
 EXPONENT = 0x7F800000  # the bits of a float32 that hold it
 
 
 def rounds(one: Tensor, other: Tensor, *, convolution: bool) -> bool:
     """Whether a product of these may be computed in TF32, by PyTorch's settings and on this device."""
-    if not one.is_cuda or one.dtype != torch.float32 or other.dtype != torch.float32:
+    if not one.is_cuda or one.dtype != torch.float32 or other.dtype != torch.float32 or not one.numel():
         return False
-    allowed = torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
-    return allowed and torch.cuda.get_device_capability(one.device) >= (8, 0)
+    return allowed(convolution=convolution) and torch.cuda.get_device_capability(one.device) >= (8, 0)
+
+
+def allowed(*, convolution: bool) -> bool:
+    """PyTorch's setting, which has two names; asked by the one while it was set by the other it is an error."""
+    precision = getattr(_settings(convolution), "fp32_precision", None)
+    if precision is not None:
+        return bool(precision == "tf32")
+    return torch.backends.cudnn.allow_tf32 if convolution else torch.backends.cuda.matmul.allow_tf32
+
+
+@contextmanager
+def forbidden() -> Iterator[None]:
+    """Float32 products on a GPU are not rounded to TF32, in which two ways of computing one thing differ by 0.3 %."""
+    cudnn, cublas = torch.backends.cudnn, torch.backends.cuda.matmul
+    try:
+        before = cudnn.allow_tf32, cublas.allow_tf32
+    except RuntimeError:  # set by the newer name
+        with _ieee(_settings(convolution=True), cudnn.rnn, cublas):
+            yield
+        return
+    cudnn.allow_tf32 = cublas.allow_tf32 = False
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cublas.allow_tf32 = before
+
+
+@contextmanager
+def _ieee(*places: Any) -> Iterator[None]:
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Do without cuDNN. Not by ``cudnn.flags``: it sets TF32 and more to its own defaults, and what runs reads them."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def _settings(convolution: bool) -> Any:
+    return getattr(torch.backends.cudnn, "conv", None) if convolution else torch.backends.cuda.matmul
 
 
 def halves(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Both in float16, and the power of two [sample] by which their product is to be multiplied."""
     (one, first), (other, second) = _halve(one), _halve(other)
-    return one, other, (first * second).clamp(max=torch.finfo(torch.float32).max)
+    return one, other, (first * second).clamp(max=LARGEST)
 
 
 def _halve(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,3 +99,12 @@ def _halve(t: Tensor) -> tuple[Tensor, Tensor]:
     power = (most.view(torch.int32) & EXPONENT).view(torch.float32)  # 2^⌊log₂ most⌋
     power = torch.where(power.isfinite(), power, 1.0).clamp(min=LEAST)
     return (t * (HIGHEST / power).reshape(-1, *(1,) * (t.dim() - 1))).half(), power / HIGHEST
+
+
+def _stored(t: Tensor) -> Tensor:
+    return t.clone()
+
+
+# A compiler computes with what it rounds before it has rounded it, where it need not write it down in between.
+stored = torch.library.custom_op("clipwise::stored", _stored, mutates_args=(), schema="(Tensor t) -> Tensor")
+stored.register_fake(_stored)

@@ -14,7 +14,7 @@ from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
 from clipwise.records.kinds.record import Record, wide
-from clipwise.records.kinds.sums import cross, joined, summed, widened
+from clipwise.records.kinds.sums import beside, cross, joined, summed, widened
 
 __all__ = [
     "PIECE",
@@ -25,6 +25,7 @@ __all__ = [
     "Indexed",
     "Outer",
     "Record",
+    "beside",
     "cross",
     "joined",
     "outer_form",

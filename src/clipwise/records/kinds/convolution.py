@@ -105,28 +105,42 @@ class Convolution:
 
     @property
     def _by_kernel(self) -> bool:
-        return self.x.is_cuda and len(self.geometry.stride) == 2 and self.x.dtype == self.b.dtype
+        return self.x.is_cuda and len(self.geometry.stride) <= 2 and self.x.dtype == self.b.dtype
 
     @property
     def rounded(self) -> bool:
         """Whether the library may round both factors to TF32, and a kernel takes them rounded."""
-        return rounds(self.x, self.b, convolution=True) and len(self.geometry.stride) == 2
+        return rounds(self.x, self.b, convolution=True) and len(self.geometry.stride) <= 2
+
+    @property
+    def _double(self) -> Convolution | None:
+        """The same in float64 where the library may round to TF32 and no kernel takes rounded factors."""
+        if rounds(self.x, self.b, convolution=True) and not self.rounded:
+            return replace(self, x=self.x.double(), b=self.b.double())
+        return None
 
     def halved(self) -> Halved:
         """The same from rounded factors."""
         return Halved(*halves(self.x, self.b), partial(Convolution, geometry=self.geometry))
 
-    def _arguments(self) -> tuple[Any, ...]:
-        g = self.geometry
-        return g.stride, g.padding, g.dilation, g.shape[2:], g.groups, self.probes
+    def _planes(self) -> tuple[Any, ...]:
+        """What kernels take: x, b and geometry of images, [unit · image, channel, y, x]; lines have a height of one."""
+        g, (x, b) = self.geometry, self._images()
+        sizes = g.stride, g.padding, g.dilation, tuple(g.shape[2:])
+        if len(g.stride) == 1:
+            x, b = x.unsqueeze(2), b.unsqueeze(2)
+            sizes = tuple((least, *size) for least, size in zip((1, 0, 1, 1), sizes, strict=True))  # type: ignore[assignment]
+        return x, b, *sizes, g.groups, self.probes
 
     def sq_norm(self) -> Tensor:
         """Gram form of the unfolded input where that is cheaper, otherwise written out a few samples at a time."""
         if self.rounded:
             return self.halved().sq_norm()
+        if (double := self._double) is not None:
+            return double.sq_norm().float()
         form = self.form
         if form.name == "fused":
-            return convolution_sq_norm(*self._images(), *self._arguments())
+            return convolution_sq_norm(*self._planes())
         if form.name == "gram":
             return self.unfolded().sq_norm()
         return streamed_sq_norm(self, self.rows, form.written_floats, cuda=self.x.is_cuda)
@@ -144,9 +158,12 @@ class Convolution:
         """The library's own weight gradient, with b scaled by w; in half precision a kernel's, which scales nothing."""
         if self.rounded:
             return self.halved().total(weights)
+        if (double := self._double) is not None:
+            return double.total(weights.double())
+        if self._by_kernel and self.x.dtype in HALF:
+            x, b, *sizes = self._planes()
+            return convolution_total(x, b, weights, *sizes).reshape(self.geometry.shape)
         x, b = self._images()
-        if self._by_kernel and x.dtype in HALF:
-            return convolution_total(x, b, weights, *self._arguments())
         b = wide(b)
         return _weight_gradient(wide(x), b * shaped(b, weights.repeat_interleave(self.probes)), self.geometry)
 
@@ -154,8 +171,11 @@ class Convolution:
         """One convolution with a group per sample: its weight gradient is every sample's own."""
         if self.rounded:
             return self.halved().dense()
+        if (double := self._double) is not None:
+            return double.dense()
         if self._by_kernel:
-            return convolution_dense(*self._images(), *self._arguments())
+            v = convolution_dense(*self._planes())
+            return v if v.dim() == 1 + len(self.geometry.shape) else v.squeeze(3)
         g, n, probes = self.geometry, self.samples, self.probes
         x, b = (wide(t) for t in self._images())
         if n == 0:
@@ -179,17 +199,12 @@ class Convolution:
         pads = [pad for size in reversed(g.padding) for pad in (size, size)]
         x = torch.nn.functional.pad(x, pads)
         out, kernel = b.shape[2:], g.shape[2:]
-        strides = x.stride()[2:]
-        patches = x.as_strided(
-            (*x.shape[:2], *kernel, *out),
-            (
-                *x.stride()[:2],
-                *(s * d for s, d in zip(strides, g.dilation, strict=True)),
-                *(s * d for s, d in zip(strides, g.stride, strict=True)),
-            ),
-            x.storage_offset(),
-        )  # [image, channel, *kernel, *out]
         n, channels = x.shape[:2]
+        patches = x  # views, and none that names strides: a graph of them may be given x in another order of memory
+        for axis, (size, step, spread) in enumerate(zip(kernel, g.stride, g.dilation, strict=True)):
+            patches = patches.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
+        patches = patches.movedim([2 + space + axis for axis in range(space)], [2 + axis for axis in range(space)])
+        # [image, channel, *kernel, *out]
         a = patches.reshape(n, g.groups, channels // g.groups * kernel.numel(), out.numel()).transpose(2, 3)
         b = b.reshape(n, g.groups, b.shape[1] // g.groups, out.numel()).transpose(2, 3)
         assert space == len(out)

@@ -15,7 +15,7 @@ from torch import Tensor
 from clipwise.records import planner
 from clipwise.records.kinds.record import Record, flat, masked, shaped, wide
 
-PIECE = 1 << 14  # numbers whose squares one accumulator adds up
+PIECE = 1 << 12  # numbers whose squares one accumulator adds up
 
 
 @dataclass(frozen=True)

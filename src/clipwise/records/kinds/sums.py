@@ -1,13 +1,14 @@
 """What takes records of any kind: their sum, their inner products, and the change to rounded factors and back.
 
 Receives: records of one parameter, of whatever kinds.
-Gives: joined: their sum in fewer records; cross: inner products; summed: with factors as norms and sums take them;
-widened: with the whole algebra again.
+Gives: joined: their sum in fewer records; cross: inner products; summed and beside: with factors as norms and sums take
+them; widened: with the whole algebra again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -17,11 +18,22 @@ from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer
 from clipwise.records.kinds.record import Record, flat, wide
+from clipwise.records.tf32 import rounds, stored
 
 
 def summed(record: Record) -> Record:
     """The record whose gradients norms and sums are made of: the same, or with factors as they are rounded."""
     return record.halved() if isinstance(record, (Outer, Convolution)) and record.rounded else record
+
+
+def beside(record: Record) -> Record:
+    """The same for a record that is not its parameter's only one.
+
+    A product of one position cannot cancel, and may be rounded as the library likes; beside others it can.
+    """
+    if isinstance(record, Outer) and not record.rounded and rounds(record.a, record.b, convolution=False):
+        return replace(record, a=record.a.double(), b=record.b.double())
+    return summed(record)
 
 
 def widened(record: Record) -> Record:
@@ -31,12 +43,12 @@ def widened(record: Record) -> Record:
 
 def cross(first: Record, second: Record) -> Tensor:
     """⟨u_i, v_i⟩ for two records of one parameter (a tied weight used by layers of different kinds). [sample]."""
-    first, second = summed(first), summed(second)
+    first, second = beside(first), beside(second)
     if isinstance(second, Indexed):
         first, second = second, first
     if isinstance(first, Indexed) and isinstance(second, Halved):
-        outer = Halved(second.one.double(), second.other.double(), second.scale, second.like).record  # not in TF32
-        return cross(first, outer).to(second.scale.dtype) * second.scale
+        one, other = (stored(t).double() for t in (second.one, second.other))  # not in TF32
+        return cross(first, second.like(one, other)).to(second.scale.dtype) * second.scale
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
         a, b = wide(second.a)[:, 0], second.b[:, 0]
