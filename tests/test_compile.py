@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cases import integers, normal, off
 from clipwise.records import SampleGradients, oracle, per_sample, traced, trainable
+from clipwise.records.compiled import _ready
 from clipwise.types import Gradient
 
 Batch = tuple[Tensor, Tensor]
@@ -179,3 +181,13 @@ def test_the_default_backend_compiles_a_small_model_to_the_same_numbers() -> Non
     for _ in range(2):
         assert_same(compiled(values(model), batch), clipped(per_sample(model, loss, batch)), 1e-4)
         changed(model)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_graph_s_norms_are_of_numbers_as_they_are_rounded(dtype: torch.dtype) -> None:
+    # left to itself the compiler squares what it has not rounded yet, and the sum reads what it has
+    function: Any = lambda x: (x.to(dtype), x.to(dtype).float().square().sum(1))
+    example = (torch.randn(64, 257, generator=torch.Generator().manual_seed(0)),)
+    rounded, squares = _ready(make_fx(function)(*example), example, {})(*example)
+    torch.testing.assert_close(squares, rounded.float().square().sum(1), rtol=2e-6, atol=0)

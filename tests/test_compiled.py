@@ -250,13 +250,16 @@ def test_costly_repeats_are_done_once_and_what_is_cheap_random_or_of_another_typ
     assert calls(found, "sum.dim_IntList") == 3  # of exp, and of x in two ways
 
 
-def test_the_compiler_is_told_not_to_pad_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compiler_is_told_not_to_pad_rows_and_to_round_where_the_model_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda graph, **options: given.append(options) or graph)
     net = model()
     names = tuple(trainable(net))
     CompiledCapture(net, loss, ROWS, [names], {"options": {"max_autotune": True}})(batch(ROWS))
-    assert [options["options"] for options in given] == 2 * [{"max_autotune": True, "comprehensive_padding": False}]
+    told = {"max_autotune": True, "comprehensive_padding": False, "emulate_precision_casts": True}
+    assert [options["options"] for options in given] == 2 * [told]
 
 
 class Pooled(nn.Module):

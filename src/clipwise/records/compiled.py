@@ -32,7 +32,12 @@ from clipwise.types import Batch, Gradient, InputError, Refused
 
 AGREE = 5e-2  # what fusing may change where a model computes in bfloat16, since it rounds in fewer places
 SAME = 2e-3  # of norms, where they and the records are of the same numbers
-SAME_NARROW = 1e-2  # where records are in half precision, and a fused norm may have been taken before they were rounded
+SAME_NARROW = 1e-2  # where records are in half precision
+INDUCTOR = {
+    "comprehensive_padding": False,  # padded rows that are also outputs gave wrong numbers, or none (torch 2.11)
+    # else a norm may be taken of numbers before they are rounded to half precision, and the sum of them afterwards
+    "emulate_precision_casts": True,
+}
 Records = Mapping[str, tuple[Record, ...]]
 
 
@@ -335,8 +340,8 @@ def _flattened(records: Records) -> tuple[list[Tensor], Callable[[Sequence[Tenso
 def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[str, Any], pool: Any = None) -> Any:
     """The graph compiled; on CUDA also captured, with the example's tensors as its fixed inputs."""
     with torch.no_grad():
-        if "backend" not in options:  # padded rows that are also outputs gave wrong numbers, or none (torch 2.11)
-            options = {**options, "options": {**options.get("options", {}), "comprehensive_padding": False}}
+        if "backend" not in options:
+            options = {**options, "options": {**options.get("options", {}), **INDUCTOR}}
         eager = options == {"backend": "eager"}  # nothing to compile: the graph as it was traced, for its CUDA graph
         compiled = graph if eager else torch.compile(graph, fullgraph=True, dynamic=False, **options)
         run = _quietly(compiled)

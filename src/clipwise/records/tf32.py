@@ -99,12 +99,3 @@ def _halve(t: Tensor) -> tuple[Tensor, Tensor]:
     power = (most.view(torch.int32) & EXPONENT).view(torch.float32)  # 2^⌊log₂ most⌋
     power = torch.where(power.isfinite(), power, 1.0).clamp(min=LEAST)
     return (t * (HIGHEST / power).reshape(-1, *(1,) * (t.dim() - 1))).half(), power / HIGHEST
-
-
-def _stored(t: Tensor) -> Tensor:
-    return t.clone()
-
-
-# A compiler computes with what it rounds before it has rounded it, where it need not write it down in between.
-stored = torch.library.custom_op("clipwise::stored", _stored, mutates_args=(), schema="(Tensor t) -> Tensor")
-stored.register_fake(_stored)

@@ -18,7 +18,7 @@ from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer
 from clipwise.records.kinds.record import Record, flat, wide
-from clipwise.records.tf32 import rounds, stored
+from clipwise.records.tf32 import rounds
 
 
 def summed(record: Record) -> Record:
@@ -47,8 +47,8 @@ def cross(first: Record, second: Record) -> Tensor:
     if isinstance(second, Indexed):
         first, second = second, first
     if isinstance(first, Indexed) and isinstance(second, Halved):
-        one, other = (stored(t).double() for t in (second.one, second.other))  # not in TF32
-        return cross(first, second.like(one, other)).to(second.scale.dtype) * second.scale
+        exact = second.like(second.one.double(), second.other.double())  # not in TF32
+        return cross(first, exact).to(second.scale.dtype) * second.scale
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
         a, b = wide(second.a)[:, 0], second.b[:, 0]
