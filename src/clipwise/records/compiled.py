@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced, trainable
-from clipwise.records.gradients import Groups, Rule, SampleGradients, Weighed, waiting
+from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, waiting
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, summed, widened
 from clipwise.records.lean import lean
@@ -47,7 +47,7 @@ class GraphGradients(SampleGradients):
 
     groups: Groups = ()
     found: Tensor | None = field(default=None, repr=False)  # norms [sample, group]
-    weigh: Callable[[Rule], Weighed] | None = field(default=None, repr=False)
+    weigh: Callable[[FromNorms], Weighed] | None = field(default=None, repr=False)
     add_up: Callable[[Tensor], Gradient] | None = field(default=None, repr=False)
 
     def norms(self, groups: Groups | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class GraphGradients(SampleGradients):
             return self.found
         return super().norms(groups)
 
-    def weighed(self, rule: Rule, groups: Groups) -> Weighed:
+    def weighed(self, rule: FromNorms, groups: Groups) -> Weighed:
         """The norms, and what a rule makes of them: by a graph of its own where it is the same rule again."""
         if self.weigh is not None and _same(groups, self.groups):
             return self.weigh(rule)
@@ -222,11 +222,11 @@ class _Weights:
         self._places = torch.arange(len(norms), device=norms.device)
         self._lost = torch.zeros((), dtype=torch.long, pin_memory=norms.is_cuda)
         self._pool, self._samples = pool, 0
-        self._rule: Rule | None = None  # the last one
+        self._rule: FromNorms | None = None  # the last one
         self._times = 0  # in a row
         self._recorded: _Replay | None = None  # of it
 
-    def __call__(self, norms: Tensor, samples: int, rule: Rule) -> Weighed:
+    def __call__(self, norms: Tensor, samples: int, rule: FromNorms) -> Weighed:
         """The rule's weights of the first ``samples`` rows, and how many of them are not finite."""
         if samples != self._samples:
             torch.lt(self._places, samples, out=self._real)
@@ -253,12 +253,12 @@ class _Weights:
             self.every[: len(weights)] = weights
         return self.every
 
-    def _by(self, rule: Rule, norms: Tensor) -> None:
+    def _by(self, rule: FromNorms, norms: Tensor) -> None:
         weights, lost = rule(norms, self._real)
         self.every.copy_(weights)
         self._lost.copy_(lost, non_blocking=True)
 
-    def _record(self, rule: Rule, norms: Tensor) -> _Replay | None:
+    def _record(self, rule: FromNorms, norms: Tensor) -> _Replay | None:
         before, eager = torch.cuda.get_sync_debug_mode(), self.every.clone()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # not every wait is found: for this a first try is good enough

@@ -23,6 +23,7 @@ from torch import Tensor
 from clipwise.records.tf32 import allowed
 
 aten = torch.ops.aten
+PLACES = 256  # beyond these the matrix of scores is larger than all else that a layer keeps
 
 
 def taken_apart() -> Mapping[Any, Callable[..., Any]]:
@@ -140,9 +141,6 @@ def attention_backward(
     of_bias = of_scores.sum_to_size(bias.shape) if bias is not None and wanted[3] else None
     s = _scale(query, scale) * of_scores
     return s @ key, s.mT @ query, p.mT @ gradient, of_bias
-
-
-PLACES = 256  # beyond these the matrix of scores is larger than all else that a layer keeps
 
 
 def _short(query: Tensor, key: Tensor, dropout: float) -> bool:

@@ -20,7 +20,8 @@ from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError
 
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
-Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # norms [sample, group], real [sample] → weights, lost ones
+# norms [sample, group] and which samples are real → weights, and how many samples were left out (``step.Rule``)
+FromNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SMALL = 4096  # numbers of a parameter whose sum takes a GPU less time than a launch
 
 
@@ -104,7 +105,7 @@ class SampleGradients:
             return self._sq_norms(self.names).sqrt()
         return torch.stack([self._sq_norms(group) for group in groups], 1).sqrt()
 
-    def weighed(self, rule: Rule, groups: Groups) -> Weighed:
+    def weighed(self, rule: FromNorms, groups: Groups) -> Weighed:
         """The norms, and what a rule makes of them."""
         norms = self.norms(groups)
         weights, lost = rule(norms, torch.ones(self.samples, dtype=torch.bool, device=norms.device))
@@ -170,12 +171,13 @@ class SampleGradients:
         parts = []
         for name in names:
             records = self._own(name)
-            squares = [record.sq_norm().to(self._dtype) for record in records]
-            parts += squares
+            squares = [record.sq_norm() for record in records]
             if len(records) > 1:  # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩, and slack for what may cancel
-                parts += [2 * cross(u, v).to(self._dtype) for i, u in enumerate(records) for v in records[:i]]
-                whole = torch.stack([square.sqrt() for square in squares]).sum(0)
-                parts.append(4 * torch.finfo(self._dtype).eps * whole.square())
+                whole = torch.stack([square.to(self._dtype).sqrt() for square in squares]).sum(0)
+                squares += [2 * cross(u, v) for i, u in enumerate(records) for v in records[:i]]
+                squares = [square.to(self._dtype) for square in squares]
+                squares.append(4 * torch.finfo(self._dtype).eps * whole.square())
+            parts += squares
         return torch.stack(parts).sum(0).clamp(min=0) if parts else self._zeros()
 
     def _own(self, name: str) -> tuple[Record, ...]:

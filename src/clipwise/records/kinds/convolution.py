@@ -159,7 +159,7 @@ class Convolution:
         if self.rounded:
             return self.halved().total(weights)
         if (double := self._double) is not None:
-            return double.total(weights.double())
+            return double.total(weights.double()).float()
         if self._by_kernel and self.x.dtype in HALF:
             x, b, *sizes = self._planes()
             return convolution_total(x, b, weights, *sizes).reshape(self.geometry.shape)
@@ -172,7 +172,7 @@ class Convolution:
         if self.rounded:
             return self.halved().dense()
         if (double := self._double) is not None:
-            return double.dense()
+            return double.dense().float()
         if self._by_kernel:
             v = convolution_dense(*self._planes())
             return v if v.dim() == 1 + len(self.geometry.shape) else v.squeeze(3)

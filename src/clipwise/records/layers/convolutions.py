@@ -16,7 +16,7 @@ from torch import Tensor
 from clipwise.records.displacement import cut
 from clipwise.records.kinds import Convolution, Dense, Geometry, Record, wide
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, as_seen, full_precision, identity, seen_format, summed
+from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
 from clipwise.records.tape import Want
 
 
@@ -143,7 +143,7 @@ def _convolved(
         m.tape.site([source], m.call.label, form)
     channels = output.shape[1]
     keep = lambda b: wide(b).flatten(2).sum(2).reshape(n, factor, channels).sum(1)  # noqa: E731
-    return m.tap(output, saved, [*wants, summed(m.source(bias), output, m.out, keep)])
+    return m.tap(output, saved, [*wants, added_to(m.source(bias), output, m.out, keep)])
 
 
 def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def mixing(operation: str) -> str:
     )
 
 
-def summed(source: Source | None, output: Tensor, rows: Rows, keep: Callable[[Tensor], Tensor]) -> Want | None:
+def added_to(source: Source | None, output: Tensor, rows: Rows, keep: Callable[[Tensor], Tensor]) -> Want | None:
     """A parameter that is added to the output: its per-sample gradient is b, summed over positions by ``keep``."""
     if source is None:
         return None

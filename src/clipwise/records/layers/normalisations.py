@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.records.kinds import Dense, wide
-from clipwise.records.layers.meeting import Meeting, summed
+from clipwise.records.layers.meeting import Meeting, added_to
 from clipwise.records.tape import Want, by_sample
 from clipwise.types import Refused
 
@@ -43,7 +43,7 @@ def _affine(
                 own = wide(m.each(parameter)).reshape(m.samples, *parameter.shape, *(1,) * trailing)
                 output = apply(output, m.placed(own, plain.dim()))
         output = output.to(plain.dtype)
-    scale = summed(source, output, m.out, keep)
+    scale = added_to(source, output, m.out, keep)
     if scale is not None:
         scale = Want(
             scale.source,
@@ -54,7 +54,7 @@ def _affine(
         )
     found = [s for s in (source, m.source(bias)) if s is not None]
     m.tape.site(found, m.call.label, None)
-    return m.tap(output, [input], [scale, summed(m.source(bias), output, m.out, keep)])
+    return m.tap(output, [input], [scale, added_to(m.source(bias), output, m.out, keep)])
 
 
 def layer_norm(

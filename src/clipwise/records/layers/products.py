@@ -16,7 +16,7 @@ from torch import Tensor
 from clipwise.records.displacement import cut
 from clipwise.records.kinds import Dense, Outer, outer_form, wide
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, as_seen, full_precision, identity, mixing, seen_format, summed
+from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, mixing, seen_format
 from clipwise.records.tape import Want, by_sample, by_unit, from_units
 from clipwise.types import Refused
 
@@ -91,7 +91,7 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
         m.tape.site([source], m.call.label, form)
     out_rows = m.out
     keep = lambda b: wide(by_sample(b, out_rows, n)).reshape(n, -1, features).sum(1)  # noqa: E731
-    return m.tap(output, saved, [*wants, summed(m.source(bias), output, out_rows, keep)])
+    return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
 
 
 def _product(
