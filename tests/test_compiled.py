@@ -17,7 +17,7 @@ from clipwise.records import compiled as compiled_module
 from clipwise.records import lean as lean_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.tape import tensors
-from clipwise.step import private_sum
+from clipwise.step import Rule, private_sum
 from clipwise.types import InputError, Refused
 
 ROWS = 6
@@ -188,6 +188,24 @@ def test_norms_that_are_not_those_of_what_is_summed_are_refused(monkeypatch: pyt
     net = model()
     with pytest.raises(Refused, match="norms and records"):
         CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})(batch(ROWS))
+
+
+@pytest.mark.parametrize("written", [None, 0.7])
+def test_a_recording_of_weights_that_goes_wrong_is_not_used_and_leaves_the_step_its_own(
+    monkeypatch: pytest.MonkeyPatch, written: float | None
+) -> None:
+    norms = torch.tensor([[1.0], [2.0], [4.0]])
+    weights = compiled_module._Weights(norms, None)
+    found = weights(norms, 3, Rule(flat(1.0).blocks(("w",)))).weights.clone()
+
+    def replay(*_: Any) -> Any:  # an empty recording, or one of other numbers
+        return lambda _: None if written is None else weights.every.fill_(written)
+
+    monkeypatch.setattr(compiled_module, "_Replay", replay)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    assert weights._record(Rule(flat(1.0).blocks(("w",))), norms) is None
+    assert torch.equal(weights.every, found) and bool((found > 0).all())
 
 
 def _wrapped(run: Any, factor: float) -> Any:

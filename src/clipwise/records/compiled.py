@@ -272,7 +272,9 @@ class _Weights:
         recorded = _Replay(lambda norms: self._by(rule, norms), (norms,), self._pool)
         self.every.fill_(torch.nan)  # what a replay does not write is seen
         recorded(norms)
-        return recorded if torch.equal(self.every, eager) else None
+        same = torch.equal(self.every, eager)
+        self.every.copy_(eager)  # this step's weights, whatever the recording wrote
+        return recorded if same else None
 
 
 class _Later(Mapping[str, tuple[Record, ...]]):
