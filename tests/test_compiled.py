@@ -195,7 +195,7 @@ def test_a_recording_of_weights_that_goes_wrong_is_not_used_and_leaves_the_step_
     monkeypatch: pytest.MonkeyPatch, written: float | None
 ) -> None:
     norms = torch.tensor([[1.0], [2.0], [4.0]])
-    weights = compiled_module._Weights(norms, None)
+    weights = compiled_module._Weights(norms, None, None)
     found = weights(norms, 3, Rule(flat(1.0).blocks(("w",)))).weights.clone()
 
     def replay(*_: Any) -> Any:  # an empty recording, or one of other numbers

@@ -300,3 +300,26 @@ def test_weights_are_recorded_where_the_rule_stays_the_same_and_are_the_eager_on
         (graphs,) = compiled._graphs.values()
         recorded = graphs._weights._recorded is not None
         assert recorded == (step in (1, 2, 3, 10, 11))
+
+
+def test_a_compiled_sum_does_not_wait_for_the_device_and_leaves_the_caller_s_batch_alone(case: Any) -> None:
+    model, batch = case
+    model.to("cuda")
+    names, parameters, data = tuple(trainable(model)), trainable(model), moved(batch, torch.float32)
+    first = tuple(t.clone() for t in data)
+    compiled = CompiledCapture(model, loss, N, [names], {"backend": "eager"})
+    for _ in range(3):  # until the weights are recorded
+        private_sum(flat(0.1), parameters, [compiled(data)], alone=True)
+    rows = tuple(t.flip(0) for t in data)
+    if rows[0].is_floating_point():
+        rows[0][2] = torch.inf
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        private, seen = private_sum(flat(0.1), parameters, [compiled(rows)], alone=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert seen.non_finite == int(rows[0].is_floating_point())
+    expected, _ = private_sum(flat(0.1), parameters, [Capture(model, loss)(rows)])
+    for name, value in expected.parts[0].value.items():
+        assert (private.parts[0].value[name] - value).norm() <= 5e-3 * value.norm() + 1e-6
+    assert all(map(torch.equal, data, first))

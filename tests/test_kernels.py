@@ -22,6 +22,7 @@ from clipwise.records.kernels import (
     gram,
     gram_sq_norm,
 )
+from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
 from clipwise.records.kinds import Convolution, Geometry, Outer
 from clipwise.types import InputError
 
@@ -377,3 +378,44 @@ def test_the_kernel_can_be_recorded_in_a_cuda_graph() -> None:
         found = convolution_sq_norm(x, b, *geometry)
     graph.replay()
     assert torch.equal(found, expected)
+
+
+def strided() -> list[torch.Tensor]:
+    """Five rows each, in every order that memory may have, with gaps and in several formats."""
+    return [
+        torch.randn(5, 3, 4),
+        torch.randn(3, 5, 7).transpose(0, 1),
+        torch.randn(5, 2, 3, 4, 5)[:, :, 1:],
+        torch.randn(5, 6).half(),
+        torch.randn(5, 8).double()[:, ::2],
+        torch.randn(5),
+    ]
+
+
+@kernel_runs
+@pytest.mark.parametrize("kept", [(True,) * 5, (True, False, True, True, False), (False,) * 5])
+def test_rows_are_set_to_zero_where_they_lie_and_nothing_else_is(kept: tuple[bool, ...]) -> None:
+    owners = [t if t._base is None else t._base for t in strided()]
+    values = [t.to(DEVICE) for t in owners]
+    views = [v.as_strided(t.shape, t.stride(), t.storage_offset()) for v, t in zip(values, strided(), strict=True)]
+    keep = torch.tensor(kept, device=DEVICE)
+    expected = [v.clone() for v in values]
+    for owner, view in zip(expected, views, strict=True):
+        own = owner.as_strided(view.shape, view.stride(), view.storage_offset())
+        own[~keep] = 0
+    ZeroRows(views)(keep)
+    assert all(map(torch.equal, values, expected))
+
+
+def test_rows_that_cannot_be_set_alone_are_not_taken() -> None:
+    assert all(map(_apart, strided()))
+    repeated, windows = torch.randn(1, 4).expand(5, 4), torch.randn(20).as_strided((5, 4), (2, 1))
+    assert not _apart(repeated) and not _apart(windows) and not _apart(torch.randn(()))
+    assert zero_rows(strided(), 5, ()) is None  # not on CUDA: there the host knows at once
+
+
+@pytest.mark.skipif(not CUDA or convolution.triton is None, reason="needs CUDA")
+def test_rows_of_a_parameter_are_never_set() -> None:
+    own, other = torch.randn(5, 3, device="cuda"), torch.randn(5, 3, device="cuda")
+    assert isinstance(zero_rows([own], 5, [other]), ZeroRows)
+    assert zero_rows([own[:, 1:]], 5, [own]) is None and zero_rows([own], 4, []) is None

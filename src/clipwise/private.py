@@ -216,9 +216,9 @@ class Private:
             error = zeros(parameters) if self.hidden is None else self.hidden
             sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
             (part,) = private.parts
-            value = {name: sent[name].add_(part.value[name]) for name in sent}
+            torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
             memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
-            private = PrivateSum((Part(value, plan.sensitivity, part.share),), memory)
+            private = PrivateSum((Part(sent, plan.sensitivity, part.share),), memory)
             event = plan.event(self.noise_multiplier, place)
         self._drawn = None
         # the expected number of units is a public constant; the realised one is not

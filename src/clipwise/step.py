@@ -6,8 +6,9 @@ Gives: the private sum; ``noise.release`` makes it public, over the expected bat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +31,12 @@ class Observed:
     """What the data's owner may see of a step. Not private: never part of a release, a checkpoint or a report."""
 
     samples: int
-    non_finite: int  # samples whose gradient was not finite: they contributed zero
+    lost: tuple[Callable[[], int], ...] = field(repr=False)  # in each chunk; to ask a GPU is to wait for it
+
+    @cached_property
+    def non_finite(self) -> int:
+        """Samples whose gradient was not finite: they contributed zero."""
+        return sum(ask() for ask in self.lost)
 
 
 def private_sum(
@@ -51,13 +57,14 @@ def private_sum(
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks))
     total: Gradient = {}
-    count, samples, lost = 0.0, 0, 0
+    count, samples = 0.0, 0
+    lost: list[Callable[[], int]] = []
     for gradients in chunks:
         if not gradients.samples:
             continue
-        norms, weights, infinite = gradients.weighed(rule, groups)  # [sample, block], twice
+        norms, weights, infinite, clean = gradients.weighed(rule, groups)  # [sample, block], twice
         sums = gradients.weighted_sum(weights, groups)  # before it is known whether it holds: a GPU need not wait
-        if infinite():
+        if not clean and infinite():
             gradients = gradients.masked(norms.isfinite().all(1))
             sums = gradients.weighted_sum(weights, groups)
         if alone and residual is None:
@@ -74,7 +81,8 @@ def private_sum(
             values = method.count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
             values = values.clamp(-0.5, 0.5)  # whatever the method says
             count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
-        samples, lost = samples + gradients.samples, lost + infinite()
+        samples += gradients.samples
+        lost.append(infinite)
     for added in (total, residual):
         if added is not None and not added:
             added.update(zeros(parameters))
@@ -83,16 +91,23 @@ def private_sum(
     if method.count is not None:
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
-    return PrivateSum(tuple(parts)), Observed(samples, lost)
+    return PrivateSum(tuple(parts)), Observed(samples, tuple(lost))
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:
     """A chunk's sums, added in float64; the first chunk's are only copied."""
-    for name, part in chunk.items():
-        if name in to:
-            to[name] += part
-        else:
-            to[name] = part.to(torch.promote_types(part.dtype, torch.float64), copy=True)
+    # all parameters by one call: on a GPU a launch for each would cost more than the additions
+    known = [name for name in chunk if name in to]
+    if known:
+        torch._foreach_add_([to[name] for name in known], [chunk[name] for name in known])
+    new = {
+        name: torch.empty_like(part, dtype=torch.promote_types(part.dtype, torch.float64))
+        for name, part in chunk.items()
+        if name not in to
+    }
+    if new:
+        torch._foreach_copy_(list(new.values()), [chunk[name] for name in new])
+    to.update(new)
 
 
 def zeros(parameters: Mapping[str, Tensor]) -> Gradient:
@@ -113,9 +128,10 @@ def fed_back(
     of a block leaves nothing.
     """
     c2 = expected_batch * feedback.clip_norm
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v) for v in error.values()]))
+    names, errors = list(error), list(error.values())
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(errors)))
     share = _share(norm, c2, normalise=feedback.normalised)
-    sent = {name: share * e for name, e in error.items()}  # clip(E_t, c2)
+    sent = dict(zip(names, torch._foreach_mul(errors, share), strict=True))  # clip(E_t, c2)
     if feedback.memory == "blocks" and last:
         return sent, None
     if feedback.memory == "none":
@@ -124,7 +140,8 @@ def fed_back(
     if feedback.memory == "bounded":
         kept = kept * _share((kept * norm).abs(), c2)
     # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
-    return sent, {name: torch.addcmul(residual[name], error[name], kept) for name in error}
+    following = torch._foreach_addcmul([residual[name] for name in names], errors, [kept] * len(errors))
+    return sent, dict(zip(names, following, strict=True))
 
 
 def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
@@ -135,7 +152,7 @@ def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Norms [sample, block] → weights, zero for a sample that is not finite, and how many of those there are.
+    """Norms [sample, block] → weights, zero for a sample that is not finite, and which samples are.
 
     A value: two rules of the same blocks are equal, so that what was recorded of one serves for the other.
     """
@@ -143,11 +160,11 @@ class Rule:
     blocks: tuple[Block, ...]
 
     def __call__(self, norms: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-        """Only the ``real`` samples, [sample], have a weight or are counted."""
+        """Only the ``real`` samples, [sample], have a weight."""
         finite = norms.isfinite().all(1)
         kept = (finite & real)[:, None]
         weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0)), 0.0)
-        return weights, (real & ~finite).sum()
+        return weights, finite
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:

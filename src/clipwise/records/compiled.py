@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced, trainable
-from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, waiting
+from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, soon
+from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, summed, widened
 from clipwise.records.lean import lean
@@ -135,11 +136,13 @@ class _Graphs:
 
         eager = Capture(model, loss)
         expected = eager(batch).norms(groups)
-        graph = traced(model, loss, batch, first, eager.plan(batch, self.parameters))
+        # recorded, a graph has inputs of its own, where every batch is copied: the caller's first one stays as it was
+        own = mapped(batch, lambda t: t.clone() if t.is_cuda else t)
+        graph = traced(model, loss, own, first, eager.plan(batch, self.parameters))
         values = {name: p.detach() for name, p in self.parameters.items()}
         if "backend" not in options:  # only torch's own compiler takes normalisations apart
-            graph = lean(graph, values, batch)
-        forward = _ready(graph, (values, batch), options)
+            graph = lean(graph, values, own)
+        forward = _ready(graph, (values, own), options)
         norms, _, flat = forward(values, batch)
 
         def second(flat: list[Tensor], weights: Tensor) -> Gradient:
@@ -148,7 +151,8 @@ class _Graphs:
             return {name: _laid_out(value, self.parameters[name]) for name, value in sums.items()}
 
         pool = getattr(forward, "pool", None)
-        self._weights = _Weights(norms, pool)
+        beside = (*model.parameters(), *model.buffers(), *_constants(graph))
+        self._weights = _Weights(norms, pool, zero_rows(flat, self.rows, beside))
         inputs = flat, self._weights.every
         self._forward, self._sum = forward, _ready(graph_of(second, *inputs), inputs, options, pool)
         self._check(expected, batch)
@@ -156,6 +160,7 @@ class _Graphs:
     def _check(self, eager: Tensor, batch: Batch) -> None:
         """Refuse graphs whose norms or sums are not the eager pass's: a compiler's mistake can be a privacy failure."""
         assert self._build is not None
+        self._weights.forget()  # what a graph does not write again is seen
         for _ in range(3):  # a race or a stale buffer may need more than one run to show
             norms, _, flat = self._forward(self._values(), batch)
             finite = eager.isfinite() & norms.isfinite()
@@ -213,15 +218,16 @@ class _Weights:
     """The weights between the two graphs: for all rows of a chunk, zero for those that only fill it.
 
     A method weighs norms as it likes, in some thirty small steps. On CUDA they are recorded when the same rule comes a
-    second time, and one that changes from step to step, or that cannot be recorded, runs as it is.
+    second time, and one that changes from step to step, or that cannot be recorded, runs as it is. Rows that are not
+    finite are then set to zero where they lie (``clean``), so that the host need not know of them.
     """
 
-    def __init__(self, norms: Tensor, pool: Any) -> None:
+    def __init__(self, norms: Tensor, pool: Any, clean: ZeroRows | None) -> None:
         self.every = torch.zeros_like(norms)  # [row, group], where the second graph reads them
         self._real = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
         self._places = torch.arange(len(norms), device=norms.device)
-        self._lost = torch.zeros((), dtype=torch.long, pin_memory=norms.is_cuda)
-        self._pool, self._samples = pool, 0
+        self._lost = torch.zeros((), dtype=torch.long, device=norms.device)
+        self._pool, self._clean, self._samples = pool, clean, 0
         self._rule: FromNorms | None = None  # the last one
         self._times = 0  # in a row
         self._recorded: _Replay | None = None  # of it
@@ -240,11 +246,15 @@ class _Weights:
             self._by(rule, norms)
             if self._times == 2 and norms.is_cuda:
                 self._recorded = self._record(rule, norms)
-        if norms.is_cuda:
-            lost = waiting(self._lost, torch.cuda.current_stream(norms.device))
-        else:
-            lost = functools.partial(int, self._lost)
-        return Weighed(norms[:samples], self.every[:samples], lost)
+        clean = self._clean is not None
+        lost = self._lost.clone()  # which the next chunk leaves alone; sent at once only where somebody is about to ask
+        ask = functools.partial(int, lost) if clean else soon(lost)
+        return Weighed(norms[:samples], self.every[:samples], ask, clean)
+
+    def forget(self) -> None:
+        """Set all records to zero, where that can be done."""
+        if self._clean is not None:
+            self._clean(torch.zeros_like(self._real))
 
     def padded(self, weights: Tensor) -> Tensor:
         """Any weights [sample, group] in the place of the last ones."""
@@ -254,9 +264,11 @@ class _Weights:
         return self.every
 
     def _by(self, rule: FromNorms, norms: Tensor) -> None:
-        weights, lost = rule(norms, self._real)
+        weights, finite = rule(norms, self._real)
         self.every.copy_(weights)
-        self._lost.copy_(lost, non_blocking=True)
+        torch.sum(self._real & ~finite, 0, out=self._lost)
+        if self._clean is not None:
+            self._clean(finite)
 
     def _record(self, rule: FromNorms, norms: Tensor) -> _Replay | None:
         before, eager = torch.cuda.get_sync_debug_mode(), self.every.clone()
@@ -291,6 +303,13 @@ class _Later(Mapping[str, tuple[Record, ...]]):
 
     def __len__(self) -> int:
         return len(self._make())
+
+
+def _constants(graph: Callable[..., Any]) -> list[Tensor]:
+    """Tensors that a traced graph holds: a model's masks, say."""
+    nodes = graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ()
+    held = [getattr(graph, str(node.target)) for node in nodes if node.op == "get_attr"]
+    return [value for value in held if isinstance(value, Tensor)]
 
 
 def _laid_out(value: Tensor, like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError
 
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
-# norms [sample, group] and which samples are real → weights, and how many samples were left out (``step.Rule``)
+# norms [sample, group] and which samples are real → weights, and which samples are finite (``step.Rule``)
 FromNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SMALL = 4096  # numbers of a parameter whose sum takes a GPU less time than a launch
 
@@ -32,11 +32,15 @@ The cheapest is chosen by counted multiplications; a written gradient must also 
 
 
 class Weighed(NamedTuple):
-    """Norms and weights of a chunk, [sample, group] each, and how many samples were left out: ask for that last."""
+    """Norms and weights of a chunk, [sample, group] each, and how many samples were left out: ask for that last.
+
+    ``clean``: their gradients are exact zeros already, so that nobody need ask before the sum is used.
+    """
 
     norms: Tensor
     weights: Tensor
     lost: Callable[[], int]
+    clean: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,8 @@ class SampleGradients:
     def weighed(self, rule: FromNorms, groups: Groups) -> Weighed:
         """The norms, and what a rule makes of them."""
         norms = self.norms(groups)
-        weights, lost = rule(norms, torch.ones(self.samples, dtype=torch.bool, device=norms.device))
-        return Weighed(norms, weights, soon(lost))
+        weights, finite = rule(norms, torch.ones(self.samples, dtype=torch.bool, device=norms.device))
+        return Weighed(norms, weights, soon((~finite).sum()))
 
     def inner(self, direction: Gradient) -> Tensor:
         """⟨v_i, u⟩ for a direction with a tensor for each parameter. [sample]."""
@@ -218,13 +222,8 @@ def soon(number: Tensor) -> Callable[[], int]:
         return lambda: int(number)
     here = torch.empty(number.shape, dtype=number.dtype, device="cpu", pin_memory=True)
     here.copy_(number, non_blocking=True)
-    return waiting(here, torch.cuda.current_stream(number.device))  # not of the device that happens to be current
-
-
-def waiting(here: Tensor, stream: torch.cuda.Stream) -> Callable[[], int]:
-    """The number that this stream will have put ``here`` when it has done all that it has to do by now."""
     there = torch.cuda.Event()
-    there.record(stream)
+    there.record(torch.cuda.current_stream(number.device))  # not of the device that happens to be current
 
     def wait() -> int:
         there.synchronize()

@@ -6,5 +6,13 @@ Gives: torch operators that compilers see as one node; without Triton the same o
 
 from clipwise.records.kernels.convolution import convolution_dense, convolution_sq_norm, convolution_total
 from clipwise.records.kernels.gram import gram_sq_norm
+from clipwise.records.kernels.rows import ZeroRows, zero_rows
 
-__all__ = ["convolution_dense", "convolution_sq_norm", "convolution_total", "gram_sq_norm"]
+__all__ = [
+    "ZeroRows",
+    "convolution_dense",
+    "convolution_sq_norm",
+    "convolution_total",
+    "gram_sq_norm",
+    "zero_rows",
+]
