@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from clipwise.gpu_noise import keystream, noisy
 from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
+
+if TYPE_CHECKING:
+    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 KEY, NONCE = bytes(range(32)), 7  # the key of RFC 8439's test vectors
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -100,6 +103,89 @@ def test_the_kernel_s_keystream_is_the_twin_s(device: str, key: bytes, nonce: in
 def test_the_kernel_s_normals_are_the_twin_s(device: str, size: int) -> None:
     expected = normals(keystream_words(KEY, NONCE, -(-size // 4)), size)
     torch.testing.assert_close(draw(device, size), expected, rtol=1e-14, atol=1e-14)
+
+
+def _write_normals(out: tl.tensor, words: tl.tensor, threads: tl.constexpr) -> None:
+    """Kernel: the normals of rows of four 64-bit words."""
+    i = tl.program_id(0) * threads + tl.arange(0, threads)
+    row = words + 4 * i
+    u, v = tl.load(row).to(tl.uint64, bitcast=True), tl.load(row + 1).to(tl.uint64, bitcast=True)
+    s, t = tl.load(row + 2).to(tl.uint64, bitcast=True), tl.load(row + 3).to(tl.uint64, bitcast=True)
+    one, other = gpu_noise._normals(u, v, s, t)
+    tl.store(out + 2 * i, one)
+    tl.store(out + 2 * i + 1, other)
+
+
+def normals_of(rows: list[tuple[int, int, int, int]], device: str) -> Tensor:
+    """The kernel's normals of chosen words instead of the cipher's. [row, 2]."""
+    global tl
+    gpu_noise._kernels()
+    import triton
+    import triton.language as tl
+
+    threads = gpu_noise._THREADS
+    programs = -(-len(rows) // threads)
+    words = torch.zeros(programs * threads, 4, dtype=torch.int64)
+    words[: len(rows)] = torch.tensor([[word - (word >> 63 << 64) for word in row] for row in rows])
+    out = torch.empty(programs * threads, 2, dtype=torch.float64, device=device)
+    triton.jit(_write_normals)[(programs,)](out, words.to(device), threads)
+    return out[: len(rows)].cpu()
+
+
+def polar(u: int, t: int) -> tuple[float, float]:
+    """Half of the normals' sums from 53-bit integers: r/√2 times cosine and sine, with all digits also near 0."""
+    radius = math.sqrt(-math.log1p(-u / 2**53))
+    quarter = (t + (1 << 50)) >> 51
+    angle = (t - (quarter << 51)) * (2 * math.pi / 2**53)
+    x, y = radius * math.cos(angle), radius * math.sin(angle)
+    return ((x, y), (-y, x), (-x, -y), (y, -x))[quarter % 4]
+
+
+def assert_all_digits(found: Tensor, expected: Tensor) -> None:
+    """Within 2e-15 of itself, also near 0; the interpreter fuses no product with its sum, and is coarser there."""
+    radius = expected.square().sum(1, keepdim=True).sqrt()
+    allowed = 2e-15 * expected.abs() + (2e-16 * radius if INTERPRETED else 0.0)
+    assert bool(((found - expected).abs() <= allowed).all())
+
+
+RADII = sorted(  # next to 0, to 1 and to every power of two below both, and where 1 − u passes √½ times one of them
+    {(1 << j) + d for j in range(53) for d in (-1, 0, 1)}
+    | {(1 << 53) - (1 << j) + d for j in range(53) for d in (-1, 0, 1) if (1 << j) > d}
+    | {
+        int((1 << 53) - math.sqrt(0.5) * (1 << j)) + d * step
+        for j in range(40, 54)
+        for d in (-1, 1)
+        for step in (1, 1 << 22)
+    }
+)
+TURNS = [((j << 50) + d) % (1 << 53) for j in range(8) for d in (-2, -1, 0, 1, 2)]  # next to every eighth
+
+
+@pytest.mark.parametrize("above", [0, 0x7FF, 0x555])  # the bits of a word above its 53
+def test_radii_and_turns_have_all_digits_at_their_awkward_ends(device: str, above: int) -> None:
+    high = above << 53
+    pairs = [(u, TURNS[i % len(TURNS)]) for i, u in enumerate(RADII)] + [(u, t) for u in RADII[-3:] for t in TURNS]
+    expected = torch.tensor([polar(*pair) for pair in pairs], dtype=torch.float64)
+    # a radius of 0 silences the other pair
+    alone = normals_of([(high | u, high, high | t, high | 12345) for u, t in pairs], device)
+    assert_all_digits(alone, expected)
+    alone = normals_of([(high, high | u, high | 12345, high | t) for u, t in pairs], device)
+    assert_all_digits(alone, expected)
+    both = normals_of([(high | u, high | u, high | t, high | t) for u, t in pairs], device)
+    assert_all_digits(both, 2 * expected)
+    assert bool((normals_of([(high, high, high | t, high | t) for t in TURNS], device) == 0).all())
+    quarters = normals_of([(high | u, high, high | (j << 51), high) for u in RADII for j in range(4)], device)
+    cosine, sine = quarters.view(len(RADII), 4, 2).unbind(2)
+    assert bool((cosine[:, 1::2] == 0).all() and (sine[:, ::2] == 0).all())
+    assert torch.equal(cosine[:, 0], -cosine[:, 2]) and torch.equal(sine[:, 1], -sine[:, 3])
+
+
+def test_radii_and_turns_of_many_words_are_the_library_s(device: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(0, 1 << 53, (1 << 15, 2), generator=generator).tolist()
+    expected = torch.tensor([polar(u, t) for u, t in words], dtype=torch.float64)
+    found = normals_of([(u, 0, t, 0) for u, t in words], device)
+    assert_all_digits(found, expected)
 
 
 def test_the_numbers_do_not_depend_on_the_program_s_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

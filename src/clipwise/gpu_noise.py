@@ -57,14 +57,14 @@ def noisy_all(
 ) -> list[Tensor]:
     """(Each value + its scale · z)/divisor, all of one device and format, by one launch: a model has many parameters.
 
-    Guarantees: those of ``noisy``, rounded once to ``dtype``; no two numbers, of one tensor or of several, come from
-    the same words. Edge cases: empty tensors give empty ones.
+    Guarantees: those of ``noisy``, times 1/divisor in float64 and rounded once to ``dtype``; no two numbers, of one
+    tensor or of several, come from the same words. Edge cases: empty tensors give empty ones.
     """
     if len({(value.dtype, value.device) for value in values}) > 1 or len(values) != len(scales):
         raise InputError(f"expected tensors of one format and device, and a scale for each, got {len(scales)} scales")
     for scale in set(scales):  # few for many tensors, and the device waits for this loop
         positive("scale", scale)
-    positive("divisor", divisor)
+    factor = 1.0 / positive("divisor", divisor)
     if not values:
         return []
     _check_dtype(values[0].dtype)
@@ -83,7 +83,7 @@ def noisy_all(
         if strides != (1,):  # else the piece is as it should be
             out[i] = out[i].as_strided(value.shape, strides)
         if size:
-            rows += (address, value.data_ptr(), size, firsts[i], scale, divisor)
+            rows += (address, value.data_ptr(), size, firsts[i], scale, factor)
             address += size * width
     if rows:
         table = struct.pack("<" + "qqqqdd" * (len(rows) // 6), *rows)
@@ -142,13 +142,13 @@ def _launch(
 @functools.cache
 def _kernels() -> tuple[Any, Any, Any]:
     """The three kernels. Triton is imported here, because a machine without CUDA has none."""
-    global tl, _word, _quarter, _block, _uniform, _turn, _normals, _four, _add
+    global tl, _word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
         import triton.language as tl
     except ImportError as error:
         raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
-    for function in (_word, _quarter, _block, _uniform, _turn, _normals, _four, _add):
+    for function in (_word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add):
         globals()[function.__name__] = triton.jit(function)
     every_size = triton.jit(do_not_specialize=["size", "blocks"])  # else sizes divisible by 16 are compiled once more
     every_count = triton.jit(do_not_specialize=["tensors", "blocks"])
@@ -177,17 +177,18 @@ def _add_noise_to_all(
     blocks: tl.tensor,
     threads: tl.constexpr,
 ) -> None:
-    """Kernel: for every tensor of the table behind the scale: [out, value, size, first program, scale, divisor].
+    """Kernel: for every tensor of the table behind the scale: [out, value, size, first program, scale, 1/divisor].
 
     ``out`` and ``value`` are there for their formats.
     """
     program = tl.program_id(0).to(tl.int64)
     table = (inputs + 72).to(tl.pointer_type(tl.int64))
     numbers = (inputs + 72).to(tl.pointer_type(tl.float64))
+    firsts = (inputs + 96).to(tl.pointer_type(tl.int32))  # fewer than 2³¹ programs: half of the 64 bits will do
     low, high = 0, tensors  # the last tensor that begins at this program or before
     while high - low > 1:
-        middle = (low + high) // 2
-        later = tl.load(table + 6 * middle + 3) > program
+        middle = (low + high) >> 1
+        later = tl.load(firsts + 12 * middle.to(tl.int64)) > tl.program_id(0)
         low, high = tl.where(later, low, middle), tl.where(later, middle, high)
     into = tl.load(table + 6 * low).to(out.dtype)
     given = tl.load(table + 6 * low + 1).to(value.dtype)
@@ -198,7 +199,7 @@ def _add_noise_to_all(
         into,
         own,
         program * threads + tl.arange(0, threads),
-        (size + 3) // 4,
+        (size + 3) >> 2,
         size,
         tl.load(numbers + 6 * low + 4),
         tl.load(numbers + 6 * low + 5),
@@ -214,21 +215,21 @@ def _four(
     blocks: tl.tensor,
     size: tl.tensor,
     scale: tl.tensor,
-    divisor: tl.tensor,
+    factor: tl.tensor,
     state: tl.tensor,
 ) -> None:
     """Add noise from the cipher's block ``counter`` to the four numbers of block b of a tensor."""
     w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _block(state, counter.to(tl.uint32))
-    z0, z1 = _normals(_uniform(w0, w1), _uniform(w2, w3), _uniform(w4, w5), _uniform(w6, w7))
-    z2, z3 = _normals(_uniform(w8, w9), _uniform(w10, w11), _uniform(w12, w13), _uniform(w14, w15))
+    z0, z1 = _normals(_pair(w0, w1), _pair(w2, w3), _pair(w4, w5), _pair(w6, w7))
+    z2, z3 = _normals(_pair(w8, w9), _pair(w10, w11), _pair(w12, w13), _pair(w14, w15))
     at = b  # 64 bits wide, like every sum with it
-    _add(value, out, at, scale * z0, divisor, b < blocks)
+    _add(value, out, at, scale * z0, factor, b < blocks)
     at += blocks
-    _add(value, out, at, scale * z1, divisor, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z1, factor, (b < blocks) & (at < size))
     at += blocks
-    _add(value, out, at, scale * z2, divisor, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z2, factor, (b < blocks) & (at < size))
     at += blocks
-    _add(value, out, at, scale * z3, divisor, (b < blocks) & (at < size))
+    _add(value, out, at, scale * z3, factor, (b < blocks) & (at < size))
 
 
 def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
@@ -239,41 +240,74 @@ def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: 
         tl.store(out + b * 16 + i, words[i].to(tl.int32, bitcast=True), mask=b < blocks)
 
 
-def _add(
-    value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, divisor: tl.tensor, mask: tl.tensor
-) -> None:
-    """Add noise to the numbers at these places and divide, in float64."""
-    total = (tl.load(value + at, mask=mask, other=0).to(tl.float64) + noise) / divisor
+def _add(value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, factor: tl.tensor, mask: tl.tensor) -> None:
+    """Add noise to the numbers at these places and multiply by the factor, in float64."""
+    total = (tl.load(value + at, mask=mask).to(tl.float64) + noise) * factor
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
 def _normals(u: tl.tensor, v: tl.tensor, s: tl.tensor, t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Two normals: the sums of the cosines and of the sines of the pairs (u, s) and (v, t), over √2."""
-    # r/√2 = √(−ln(1 − u)): 1 − u is exact and never 0, so that the logarithm is finite
-    first, second = tl.sqrt(-tl.log(1.0 - u)), tl.sqrt(-tl.log(1.0 - v))
+    """Two normals: the sums of the cosines and of the sines of the pairs (u, s) and (v, t) of words, over √2."""
+    first, second = _root(_minus_log(u)), _root(_minus_log(v))  # r/√2
     cosine, sine = _turn(s)
     other_cosine, other_sine = _turn(t)
     return first * cosine + second * other_cosine, first * sine + second * other_sine
 
 
-def _turn(t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Cosine and sine of t turns, 0 ≤ t < 1, without the branches and tables of the library's functions."""
-    quarter = tl.floor(4.0 * t + 0.5)
-    angle = (t - 0.25 * quarter) * 6.283185307179586  # the difference is exact, and |angle| ≤ π/4
-    x = angle * angle
-    # Taylor series: at π/4 the first terms left out are below 2⁻⁵⁷
-    tail = 1 / 479001600 + x * (-1 / 87178291200 + x * (1 / 20922789888000))
-    c = 1.0 + x * (-1 / 2 + x * (1 / 24 + x * (-1 / 720 + x * (1 / 40320 + x * (-1 / 3628800 + x * tail)))))
-    tail = -1 / 39916800 + x * (1 / 6227020800 + x * (-1 / 1307674368000 + x * (1 / 355687428096000)))
-    s = angle + angle * x * (-1 / 6 + x * (1 / 120 + x * (-1 / 5040 + x * (1 / 362880 + x * tail))))
-    q = quarter.to(tl.int32)
-    cosine, sine = tl.where(q & 1 == 1, s, c), tl.where(q & 1 == 1, c, s)
-    return tl.where((q + 1) & 2 == 2, -cosine, cosine), tl.where(q & 2 == 2, -sine, sine)
+def _minus_log(word: tl.tensor) -> tl.tensor:
+    """−ln(1 − u), 0 where u is 0, without the library's branches for arguments that do not occur here."""
+    # with the bits above the low 53 set, the signed word is −2⁵³(1 − u): exact in float64, and never 0
+    bits = (word | 0xFFE0000000000000).to(tl.int64, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
+    # 1 − u = 2ᵏ m, √½ ≤ m < √2 (its high word is 0x3FE6A09E or more); 1995 for the sign's 2048 less 53
+    k = ((bits >> 32).to(tl.int32) + ((1995 << 20) - 0x3FE6A09E)) >> 20
+    m = (bits + ((1995 - k).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+    # −ln m = 2 artanh s, s = (1 − m)/(1 + m): 1 − m is exact, so that all digits are right next to 1, too
+    seed = tl.rsqrt((1.0 + m).to(tl.float32))
+    inverse = (seed * seed).to(tl.float64)
+    e = 1.0 - (1.0 + m) * inverse  # below 2⁻²⁰: what e³ would add is lost in rounding
+    s = (1.0 - m) * inverse
+    s += s * (e + e * e)
+    # 2 artanh(s)/s within 2⁻⁵⁸; coefficients of 21 bits fit into an instruction
+    x = s * s
+    p = 0.18183565139770508 + x * (0.15314102172851562 + x * 0.1479548215866089)
+    p = 0.28571428744285315 + x * (0.2222219845460327 + x * p)
+    p = 2.0 + x * (0.6666666666666724 + x * (0.399999999994167 + x * p))
+    return tl.fma(s, p, -0.6931471805599453 * k.to(tl.float64))
 
 
-def _uniform(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """The low 53 bits of a 64-bit word, in [0, 1)."""
-    return (low.to(tl.uint64) | ((high.to(tl.uint64) & 0x1FFFFF) << 32)).to(tl.float64) * 1.1102230246251565e-16
+def _root(x: tl.tensor) -> tl.tensor:
+    """√x for x = 0 or 2⁻⁵³ ≤ x < 37, where float32's approximate inverse is in range: 22 bits, tripled by one step."""
+    inverse = tl.rsqrt(x.to(tl.float32) + 1e-30).to(tl.float64)  # finite for 0, and else the sum is x
+    y = x * inverse
+    e = 1.0 - y * inverse
+    return y + y * (e * (0.5 + 0.375 * e))
+
+
+def _turn(word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Cosine and sine of t turns, t the low 53 bits over 2⁵³, without the library's branches and tables."""
+    # The highest of the 53 bits is the half turn, which flips both signs; the other 52 are the digits of a number in
+    # [1, 2), half turns from 1. From the quarter turn at 1.5, half turns the other way: exact, −½ < h ≤ ½.
+    sign = (word << 11) & 0x8000000000000000
+    h = 1.5 - (word & 0xFFFFFFFFFFFFF | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+    # sin πh = h p and cos πh = (h² − ¼) q, each within 2⁻⁵⁴ of itself, so that both are 0 where they should be
+    x = h * h
+    p = 0.00046629970893263817 + x * (-2.1903179003857076e-05 + x * 7.694725354667753e-07)
+    p = -0.5992645293194676 + x * (0.08214588657523297 + x * (-0.007370430496523422 + x * p))
+    p = 3.141592653589793 + x * (-5.16771278004997 + x * (2.5501640398773393 + x * p))
+    q = 0.0019036697022300883 + x * (-0.00010351522359997034 + x * 4.131827154196799e-06)
+    q = -1.2780132969493538 + x * (0.2289978875193276 + x * (-0.025330969594319193 + x * q))
+    q = -4.0 + x * (3.739208802178683 + x * q)
+    return _flip(h * p, sign), _flip(tl.fma(h, h, -0.25) * q, sign)
+
+
+def _flip(x: tl.tensor, sign: tl.tensor) -> tl.tensor:
+    """x or −x, by its highest bit."""
+    return (x.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
+
+
+def _pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Two words of the cipher as one of 64 bits."""
+    return high.to(tl.uint64) << 32 | low
 
 
 def _block(state: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, ...]:
