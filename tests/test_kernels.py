@@ -6,6 +6,7 @@ Gives: agreement to the format's rounding, and never a norm that is too small by
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,9 @@ from clipwise.records.kernels import (
     convolution_total,
     gram,
     gram_sq_norm,
+    outer_totals,
 )
+from clipwise.records.kernels import totals as totals_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
 from clipwise.records.kinds import Convolution, Geometry, Outer
 from clipwise.types import InputError
@@ -419,3 +422,61 @@ def test_rows_of_a_parameter_are_never_set() -> None:
     own, other = torch.randn(5, 3, device="cuda"), torch.randn(5, 3, device="cuda")
     assert isinstance(zero_rows([own], 5, [other]), ZeroRows)
     assert zero_rows([own[:, 1:]], 5, [own]) is None and zero_rows([own], 4, []) is None
+
+
+def linear_layers(units: int, positions: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Factors of layers of odd and even sizes, some of them in rows with room to spare."""
+    torch.manual_seed(units + positions)
+    sizes = [(136, 72), (40, 264), (8, 16), (24, 77)]
+    a = [torch.randn(units, positions, p).to(dtype) for p, _ in sizes]
+    b = [torch.randn(units, positions, -(-q // 8) * 8).to(dtype)[:, :, :q] for _, q in sizes]
+    return [t.to(DEVICE) for t in a], [_moved(t) for t in b]
+
+
+def _moved(t: torch.Tensor) -> torch.Tensor:
+    owner = t if t._base is None else t._base
+    return owner.to(DEVICE)[:, :, : t.shape[2]]
+
+
+@kernel_runs
+@pytest.mark.parametrize("positions", [2, 16, 40, 128, 197])
+def test_sums_of_many_linear_layers_are_those_of_each(positions: int) -> None:
+    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU that fetches tiles by itself")
+    a, b = linear_layers(3, positions, torch.float16)
+    weights = torch.tensor([[0.5, -2.0, 0.0]]).repeat(4, 1).to(DEVICE) * torch.arange(1, 5, device=DEVICE)[:, None]
+    expected = [
+        torch.einsum("n,nsq,nsp->qp", w.double(), y.double(), x.double()) for x, y, w in zip(a, b, weights, strict=True)
+    ]
+    for tile in totals_kernel.candidates(positions):
+        small = replace(tile, block_q=64, block_p=32) if INTERPRETED else tile
+        for found, exact in zip(totals_kernel.launch(a, b, weights, small), expected, strict=True):
+            assert (found - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_sums_of_linear_layers_elsewhere_are_the_twin_s_and_what_does_not_fit_is_refused() -> None:
+    a, b = linear_layers(3, 5, torch.float32)
+    weights = torch.rand(4, 3).to(DEVICE)
+    for x, y, w, found in zip(a, b, weights, outer_totals(a, b, weights), strict=True):
+        assert torch.allclose(found, torch.einsum("n,nsq,nsp->qp", w, y, x), rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(torch.ops.clipwise.outer_totals.default, (a, b, weights))
+    for wrong in [(a, b[:3], weights), (a, b, weights[:3]), ([t[:2] for t in a], b, weights), ([], [], weights[:0])]:
+        with pytest.raises(InputError, match="expected"):
+            outer_totals(*wrong)
+
+
+@pytest.mark.parametrize("q", [16, 13])
+def test_spare_features_change_nothing(q: int) -> None:
+    torch.manual_seed(q)
+    plain = Outer(torch.randn(3, 1, 4, 6), torch.randn(3, 1, 4, q), torch.Size([q, 6]))
+    wide = Outer(
+        torch.nn.functional.pad(plain.a, (0, 2)), torch.nn.functional.pad(plain.b, (0, 3)), plain.shape, (2, 3)
+    )
+    weights, direction = torch.rand(3), torch.randn(q, 6)
+    assert torch.allclose(wide.sq_norm(), plain.sq_norm())
+    assert torch.allclose(wide.total(weights), plain.total(weights), atol=1e-6)
+    assert torch.allclose(wide.dense(), plain.dense()) and torch.allclose(wide.inner(direction), plain.inner(direction))
+    assert torch.equal(wide.plus(plain).a, plain.plus(plain).a) and wide.unpadded().b.shape == plain.b.shape
+    for changed in (wide.masked(torch.tensor([True, False, True])), wide.rows(1, 3), wide.scaled(weights)):
+        assert changed.spare == (2, 3)
+    assert torch.allclose(wide.merged(3).dense()[0], plain.dense().sum(0), atol=1e-5)

@@ -1,12 +1,14 @@
 """How each layer's norm is computed: Gram form, written out at once or a few samples at a time, or by a kernel.
 
 Receives: the shape of one weight's records: positions, features in, features out.
-Gives: a Form, with the counted costs that led to it; the same choice for the same shape, always.
+Gives: a Form, with the counted costs that led to it; the same choice for the same shape, always. On a GPU it is where
+measuring starts from (``tuning``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Name = Literal["gram", "written", "streamed", "fused"]
@@ -18,6 +20,9 @@ CUDA_STREAM_FLOATS = 1 << 26  # enough to fill a GPU, a quarter of a gigabyte
 TRAFFIC = 16
 # The same on a GPU, whose memory is slower beside its arithmetic: 12 bytes at 4 TB/s, 2 operations at 400 TFLOP/s.
 CUDA_TRAFFIC = 600
+# A form of more than so many times the cheapest one's counted cost is not measured: every trial compiles kernels, and
+# counting is not that wrong.
+FAR = 1.5
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,15 @@ class Form:
     written_cost: int  # T·p·q: the per-sample gradient itself, as much as an ordinary weight gradient
     record_floats: int  # what (a, b) occupy
     written_floats: int  # what the written gradient occupies
+    worth: tuple[Name, ...] = ()  # the forms worth measuring
+    milliseconds: Mapping[Name, float] = field(default_factory=dict)  # of a step by each, where they were measured
+    trial: int = 0  # for so many samples
+
+    @property
+    def kept(self) -> Name:
+        """The form for records that are kept as (a, b) all the same: units that were merged after the pass, say."""
+        others = sorted((time, name) for name, time in self.milliseconds.items() if name != "written")
+        return others[0][1] if others and self.name == "written" else self.name
 
 
 def stream_floats(*, cuda: bool) -> int:
@@ -67,4 +81,7 @@ def choose(
     if floats * (2 if half else 1) <= record:
         costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats
     name = min(costs, key=lambda form: costs[form])
-    return Form(name, gram, product, record, floats)
+    # Without a kernel Gram matrices are written: not where they take more memory than the records.
+    heavy = not kernel and 2 * blocks * positions**2 > record
+    worth = (form for form in costs if costs[form] <= FAR * costs[name] and not (heavy and form == "gram"))
+    return Form(name, gram, product, record, floats, tuple(worth))

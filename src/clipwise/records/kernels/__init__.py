@@ -7,6 +7,7 @@ Gives: torch operators that compilers see as one node; without Triton the same o
 from clipwise.records.kernels.convolution import convolution_dense, convolution_sq_norm, convolution_total
 from clipwise.records.kernels.gram import gram_sq_norm
 from clipwise.records.kernels.rows import ZeroRows, zero_rows
+from clipwise.records.kernels.totals import outer_totals
 
 __all__ = [
     "ZeroRows",
@@ -14,5 +15,6 @@ __all__ = [
     "convolution_sq_norm",
     "convolution_total",
     "gram_sq_norm",
+    "outer_totals",
     "zero_rows",
 ]

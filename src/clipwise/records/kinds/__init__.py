@@ -14,7 +14,7 @@ from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
 from clipwise.records.kinds.record import Record, wide
-from clipwise.records.kinds.sums import beside, cross, joined, summed, widened
+from clipwise.records.kinds.sums import beside, cross, joined, summed, totals, widened
 
 __all__ = [
     "PIECE",
@@ -30,6 +30,7 @@ __all__ = [
     "joined",
     "outer_form",
     "summed",
+    "totals",
     "wide",
     "widened",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
+from clipwise.records import planner, tuning
 from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm
@@ -88,8 +88,8 @@ class Convolution:
         return replace(self, x=torch.cat([mine.x, theirs.x], 1), b=torch.cat([mine.b, theirs.b], 1))
 
     @property
-    def form(self) -> planner.Form:
-        """How the norm is computed."""
+    def counted(self) -> planner.Form:
+        """How the norm would be computed by counting alone."""
         groups, space = self.geometry.groups, len(self.geometry.stride)
         return planner.choose(
             self.probes * self.b.shape[-space:].numel(),
@@ -102,6 +102,27 @@ class Convolution:
             unfolds=True,
             half=self.x.is_cuda and (self.x.dtype in HALF or self.rounded),
         )
+
+    @property
+    def form(self) -> planner.Form:
+        """How the norm is computed."""
+        if not self._by_kernel:  # its Gram form unfolds, and would be tried with what no GPU should write
+            return self.counted
+        # rounded factors are float16's from here on, and must be found as such
+        read = torch.float16 if self.rounded else self.x.dtype
+        shape = ("convolution", self.geometry, self.x.shape[1:], self.b.shape[1:], read)
+        return tuning.tuned(self.counted, shape, self.x, self._random)
+
+    def _random(self, samples: int) -> Convolution | Halved:
+        """Random images of so many samples, channels last: a compiled step writes them as kernels read them."""
+        after = len(self.geometry.stride) + 1  # channel and space
+
+        def images(t: Tensor) -> Tensor:
+            channel, *space = t.shape[-after:]
+            return tuning.numbers(t, t.dtype, samples, *t.shape[1:-after], *space, channel).movedim(-1, -after)
+
+        record = replace(self, x=images(self.x), b=images(self.b))
+        return record.halved() if record.rounded else record
 
     @property
     def _by_kernel(self) -> bool:
@@ -138,12 +159,15 @@ class Convolution:
             return self.halved().sq_norm()
         if (double := self._double) is not None:
             return double.sq_norm().float()
-        form = self.form
-        if form.name == "fused":
+        return self.norm_by(self.form.kept)
+
+    def norm_by(self, name: planner.Name) -> Tensor:
+        """‖v_i‖² by one form, of factors as they are."""
+        if name == "fused":
             return convolution_sq_norm(*self._planes())
-        if form.name == "gram":
+        if name == "gram":
             return self.unfolded().sq_norm()
-        return streamed_sq_norm(self, self.rows, form.written_floats, cuda=self.x.is_cuda)
+        return streamed_sq_norm(self, self.rows, self.geometry.shape.numel(), cuda=self.x.is_cuda)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
+from clipwise.records import planner, tuning
 from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total, gram_sq_norm
 from clipwise.records.kernels.gram import HALF, aligned
 from clipwise.records.kinds.dense import streamed_sq_norm
@@ -27,11 +27,13 @@ class Outer:
     """v_i = Σ_s b_is a_isᵀ in each of several blocks (the groups of a convolution; a Linear has one).
 
     a: [sample, block, position, p], b: [sample, block, position, q]; the parameter is [block · q, p] reshaped.
+    ``spare`` features of zeros may stand behind those of a and b, so that a kernel can read them.
     """
 
     a: Tensor
     b: Tensor
     shape: torch.Size
+    spare: tuple[int, int] = (0, 0)
 
     @property
     def samples(self) -> int:
@@ -45,36 +47,42 @@ class Outer:
     def merged(self, size: int) -> Outer:
         """Samples become positions."""
         a, b = (units(t.transpose(1, 2), size).transpose(1, 2) for t in (self.a, self.b))
-        return Outer(a, b, self.shape)
+        return replace(self, a=a, b=b)
 
     def masked(self, keep: Tensor) -> Outer:
         """Zeros where not ``keep``."""
-        return Outer(masked(self.a, keep), masked(self.b, keep), self.shape)
+        return replace(self, a=masked(self.a, keep), b=masked(self.b, keep))
 
     def plus(self, *others: Outer) -> Outer:
         """Adding concatenates positions."""
-        a, b = (torch.cat(parts, 2) for parts in zip(*((r.a, r.b) for r in (self, *others)), strict=True))
+        records = [record.unpadded() for record in (self, *others)]
+        a, b = (torch.cat(parts, 2) for parts in zip(*((r.a, r.b) for r in records), strict=True))
         return Outer(a, b, self.shape)
 
     @property
     def form(self) -> planner.Form:
         """How the norm is computed."""
-        return outer_form(self.a, self.b.shape[3], self.b.dtype)
+        own = self.unpadded()  # which it was chosen for
+        return outer_form(own.a, own.b.shape[3], own.b.dtype)
 
     def sq_norm(self) -> Tensor:
         """⟨A Aᵀ, B Bᵀ⟩, or written out and squared: whichever costs less."""
         if self.rounded:
             return self.halved().sq_norm()
-        form = self.form
-        if form.name == "gram":
+        return self.norm_by(self.form.kept)
+
+    def norm_by(self, name: planner.Name) -> Tensor:
+        """‖v_i‖² by one form, of factors as they are."""
+        if name == "gram":
             return gram_sq_norm(self.a, self.b)
-        if form.name == "fused":
+        if name == "fused":
             return convolution_sq_norm(*self._images(), *ONE)
-        return streamed_sq_norm(self, self.rows, form.written_floats, cuda=self.a.is_cuda)
+        return streamed_sq_norm(self, self.rows, self.shape.numel(), cuda=self.a.is_cuda)
 
     def inner(self, direction: Tensor) -> Tensor:
         """Σ_s b_sᵀ U a_s."""
-        a, b = wide(self.a), wide(self.b)
+        own = self.unpadded()
+        a, b = wide(own.a), wide(own.b)
         u = direction.to(a.dtype).reshape(a.shape[1], b.shape[3], a.shape[3])  # [block, q, p]
         return ((b @ u) * a).flatten(1).sum(1)
 
@@ -82,10 +90,10 @@ class Outer:
         """One ordinary weight-gradient product with b, or a, scaled by w."""
         if self.rounded:
             return self.halved().total(weights)
-        if _by_kernel(self.a, self.b.dtype):  # b scaled in its own format would be rounded, in a wider one copied
-            total = convolution_total(*self._images(), weights, *ONE)
-            return total[: self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.shape)
-        a, b = wide(self.a), wide(self.b)
+        if by_kernel(self.a, self.b.dtype):  # b scaled in its own format would be rounded, in a wider one copied
+            return self.of_parameter(convolution_total(*self._images(), weights, *ONE)[:, :, 0, 0])
+        own = self.unpadded()
+        a, b = wide(own.a), wide(own.b)
         # w on the narrower one, which is copied for it
         a, b = (a, b * shaped(b, weights)) if b.shape[3] <= a.shape[3] else (a * shaped(a, weights), b)
         a, b = (t.transpose(0, 1).flatten(1, 2) for t in (a, b))  # [block, sample · position, …]
@@ -95,10 +103,11 @@ class Outer:
         """Written out."""
         if self.rounded:
             return self.halved().dense()
-        if _by_kernel(self.a, self.b.dtype):
+        own = self.unpadded()
+        if by_kernel(self.a, self.b.dtype):
             v = convolution_dense(*self._images(), *ONE)
-            return v[:, : self.b.shape[3], : self.a.shape[3], 0, 0].reshape(self.samples, *self.shape)
-        return (wide(self.b).transpose(2, 3) @ wide(self.a)).reshape(self.samples, *self.shape)
+            return v[:, : own.b.shape[3], : own.a.shape[3], 0, 0].reshape(self.samples, *self.shape)
+        return (wide(own.b).transpose(2, 3) @ wide(own.a)).reshape(self.samples, *self.shape)
 
     @property
     def rounded(self) -> bool:
@@ -107,7 +116,29 @@ class Outer:
 
     def halved(self) -> Halved:
         """The same from rounded factors."""
-        return Halved(*halves(self.a, self.b), partial(Outer, shape=self.shape))
+        one, other, scale = halves(self.a, self.b)
+        ready = Outer(one, other, self.shape, self.spare).padded()
+        return Halved(ready.a, ready.b, scale, partial(Outer, shape=self.shape, spare=ready.spare))
+
+    def padded(self) -> Outer:
+        """The same with rows that a kernel can read, where it may: to be kept like that, for norm and sum alike."""
+        if not by_kernel(self.a, self.b.dtype):
+            return self
+        a, b = aligned(self.a), aligned(self.b)
+        p, q = self.spare
+        return Outer(a, b, self.shape, (p + a.shape[3] - self.a.shape[3], q + b.shape[3] - self.b.shape[3]))
+
+    def unpadded(self) -> Outer:
+        """The same without spare features."""
+        if self.spare == (0, 0):
+            return self
+        (p, q), a, b = self.spare, self.a, self.b
+        return Outer(a[..., : a.shape[3] - p], b[..., : b.shape[3] - q], self.shape)
+
+    def of_parameter(self, total: Tensor) -> Tensor:
+        """A matrix [q, p] that may have features to spare, as the parameter."""
+        own = self.unpadded()
+        return total[: own.b.shape[3], : own.a.shape[3]].reshape(self.shape)
 
     def _images(self) -> tuple[Tensor, Tensor]:
         """The same as a 1×1 convolution: [sample, feature, position, 1], features last in memory."""
@@ -116,7 +147,7 @@ class Outer:
 
     def rows(self, start: int, stop: int) -> Outer:
         """Samples start … stop."""
-        return Outer(self.a[start:stop], self.b[start:stop], self.shape)
+        return replace(self, a=self.a[start:stop], b=self.b[start:stop])
 
 
 ONE: tuple[Any, ...] = (
@@ -128,14 +159,31 @@ ONE: tuple[Any, ...] = (
 )  # a 1×1 convolution: stride, padding, dilation, kernel, groups
 
 
-def _by_kernel(a: Tensor, other: torch.dtype) -> bool:
+def by_kernel(a: Tensor, other: torch.dtype) -> bool:
     """Whether kernels take these operands as they are: half precision, and more than one position to sum over."""
     return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] > 1
 
 
-def outer_form(a: Tensor, outputs: int, dtype: torch.dtype) -> planner.Form:
-    """How the norm of an Outer of ``a`` [sample, block, position, p] and a b of so many features is computed."""
+def outer_form(
+    a: Tensor, outputs: int, dtype: torch.dtype, *, swap: bool = False, measure: bool = True
+) -> planner.Form:
+    """How the norm of an Outer of ``a`` [sample, block, position, p] and a b of so many features is computed.
+
+    ``swap``: of an Outer in which they change places; ``measure``: not only counted.
+    """
     _, blocks, positions, inputs = a.shape
     halved = dtype == a.dtype and rounds(a, a, convolution=False) and blocks == 1 and positions > 1
-    kernel = halved or _by_kernel(a, dtype)
-    return planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, half=kernel)
+    kernel = halved or by_kernel(a, dtype)
+    form = planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, half=kernel)
+    if not measure or positions == 1:  # of one position ‖b aᵀ‖ = ‖a‖‖b‖: nothing is faster
+        return form
+    sides = ((outputs, dtype), (inputs, a.dtype)) if swap else ((inputs, a.dtype), (outputs, dtype))
+
+    def random(samples: int) -> Outer | Halved:
+        one, other = (tuning.numbers(a, kind, samples, blocks, positions, size) for size, kind in sides)
+        record = Outer(one, other, torch.Size([blocks * other.shape[3], one.shape[3]]))
+        return record.halved() if halved else record
+
+    # rounded factors are float16's from here on, and must be found as such
+    read = tuple((size, torch.float16 if halved else kind) for size, kind in sides)
+    return tuning.tuned(form, ("outer", blocks, positions, read), a, random)

@@ -1,8 +1,8 @@
 """What takes records of any kind: their sum, their inner products, and the change to rounded factors and back.
 
 Receives: records of one parameter, of whatever kinds.
-Gives: joined: their sum in fewer records; cross: inner products; summed and beside: with factors as norms and sums take
-them; widened: with the whole algebra again.
+Gives: joined: their sum in fewer records; totals: weighted sums over samples; cross: inner products; summed and beside:
+with factors as norms and sums take them; widened: with the whole algebra again.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from clipwise.records.kernels import outer_totals
+from clipwise.records.kernels.totals import takes
 from clipwise.records.kinds.convolution import Convolution
 from clipwise.records.kinds.dense import Dense
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
-from clipwise.records.kinds.outer import Outer
+from clipwise.records.kinds.outer import Outer, by_kernel
 from clipwise.records.kinds.record import Record, flat, wide
 from clipwise.records.tf32 import rounds
 
 
 def summed(record: Record) -> Record:
-    """The record whose gradients norms and sums are made of: the same, or with factors as they are rounded."""
-    return record.halved() if isinstance(record, (Outer, Convolution)) and record.rounded else record
+    """The record whose gradients norms and sums are made of: with factors as they are rounded and read."""
+    if isinstance(record, (Outer, Convolution)) and record.rounded:
+        return record.halved()
+    return record.padded() if isinstance(record, Outer) else record
 
 
 def beside(record: Record) -> Record:
@@ -38,7 +43,32 @@ def beside(record: Record) -> Record:
 
 def widened(record: Record) -> Record:
     """The record with the whole algebra."""
-    return record.widened() if isinstance(record, Halved) else record
+    record = record.widened() if isinstance(record, Halved) else record
+    return record.unpadded() if isinstance(record, Outer) else record
+
+
+def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
+    """Σ_i w_i v_i of each record, of whatever parameters: those of linear layers together where a kernel can."""
+    # what is yet to be rounded is so one by one: all at once would take as much memory again
+    records = [record.padded() if isinstance(record, Outer) else record for record in records]
+    outers = {i: outer for i, record in enumerate(records) if (outer := _together(record)) is not None}
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    for i, outer in outers.items():
+        alike.setdefault((outer.a.dtype, outer.a.shape[:3]), []).append(i)
+    sums: dict[int, Tensor] = {}
+    for places in alike.values():
+        a, b = [outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places]
+        own = [weights * record.scale if isinstance(record := records[i], Halved) else weights for i in places]
+        sums |= dict(zip(places, outer_totals(a, b, torch.stack(own)), strict=True))
+    return [outers[i].of_parameter(sums[i]) if i in sums else record.total(weights) for i, record in enumerate(records)]
+
+
+def _together(record: Record) -> Outer | None:
+    """The factors of a linear layer that ``outer_totals`` takes."""
+    outer = record.record if isinstance(record, Halved) else record
+    if not isinstance(outer, Outer) or not by_kernel(outer.a, outer.b.dtype):
+        return None
+    return outer if takes(outer.a[:, 0], outer.b[:, 0]) else None
 
 
 def cross(first: Record, second: Record) -> Tensor:

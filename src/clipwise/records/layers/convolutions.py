@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.records.displacement import cut
-from clipwise.records.kinds import Convolution, Dense, Geometry, Record, wide
+from clipwise.records.kinds import Convolution, Dense, Geometry, wide
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
 from clipwise.records.tape import Want
@@ -128,11 +128,12 @@ def _convolved(
     wants, saved = list[Want | None](), list[Tensor]()
     if source is not None:
 
-        def record(x: Tensor, b: Tensor) -> Record:
+        def record(x: Tensor, b: Tensor) -> Convolution:
             conv = Convolution(b, x, geometry) if transposed else Convolution(x, b, geometry)
             return conv if factor == 1 else conv.merged(factor)  # several images of one sample are one unit
 
-        form = (Convolution(output.detach(), x, geometry) if transposed else Convolution(x, output, geometry)).form
+        likely = record(x, output.detach())
+        form = likely.counted if source.name is None else likely.form  # what is always written need not be measured
         if m.tape.writes(form, source):
             dtype = torch.promote_types(wide(x).dtype, wide(output).dtype)
             written = lambda b, x: record(x, b).dense()  # noqa: E731

@@ -73,8 +73,8 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
             raise Refused(mixing(m.call.label))
         a = as_seen(cut(by_sample(x, rows, n)).reshape(n, 1, -1, x.shape[-1]), output)
         positions, q = a.shape[2], features
-        form = outer_form(a, q, output.dtype)
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
+        form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)  # else it is always written
         shape = source.tensor.t().shape if source.flipped else source.tensor.shape
         out = m.out
 
