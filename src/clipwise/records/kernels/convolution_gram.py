@@ -1,0 +1,327 @@
+"""The squared norm of every sample's convolution weight gradient from two Gram matrices of positions, never unfolded.
+
+Receives: the inputs x [sample, channel, y, x] and output gradients b of a 2-d convolution of one group, its geometry.
+Gives: the operator clipwise::convolution_gram_sq_norm: Triton kernels on CUDA for half precision, a plain twin
+elsewhere; ``possible`` and ``gram_cost`` for whoever chooses a form. [sample].
+
+v = Σ_s b_s a_sᵀ, where a_s is the patch of x under output position s, so ‖v‖² = Σ_{s,t} ⟨b_s, b_t⟩ ⟨a_s, a_t⟩. Patches
+are made of positions of x: ⟨a_s, a_t⟩ = Σ_tap X[s + tap, t + tap] with X the Gram matrix of x's own positions and zero
+outside. A tap moves both indices alike: its reads of X lie at one constant distance from the first tap's. X is written
+in float32, on and below its diagonal, and read back while the caches still hold it; nothing else is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from clipwise.records import planner
+from clipwise.records.kernels.convolution import Ints, Shape, _check, exact
+from clipwise.records.kernels.gram import HALF, SLACK, aligned
+from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
+from clipwise.types import InputError
+
+MOST_INPUTS = 256  # positions of x: above, X is larger than what it replaces
+# Matrices X of so many bytes are written before they are read: a part of the second-level cache of a large GPU (50 MB),
+# so that they never reach the device's memory, and enough samples to fill it.
+SCRATCH_BYTES = 1 << 25
+# What reading and adding an element of X counts, in multiplications: from data sheets, a processor reads 32 in the time
+# in which its tensor cores multiply about a thousand, and half of each matrix is read.
+READ = 16
+
+
+def convolution_gram_sq_norm(
+    x: Tensor,
+    b: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    kernel: Ints,
+    groups: int = 1,
+    probes: int = 1,
+) -> Tensor:
+    """‖v_i‖² of each sample's weight gradient, for x [sample, channel, y, x] and b [sample, output, y, x]. [sample].
+
+    Guarantees: those of ``gram_sq_norm``: not under-estimated, rounding where positions cancel is added; accumulated in
+    float32 or better; no atomics, so within a process the same input gives the same bits.
+    Edge cases: float64 gives float64; several groups, or several images of one unit, are refused.
+    """
+    if groups != 1 or probes != 1:
+        raise InputError(f"groups and probes must be 1 for the Gram form of a convolution, got {groups} and {probes}")
+    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    return _operator(x, b, stride, padding, dilation, kernel)
+
+
+def possible(x: Tensor, b: Tensor, groups: int = 1, probes: int = 1) -> bool:
+    """Whether the kernels can be used: elsewhere the operator gives the same, slowly."""
+    able = triton is not None and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    half = x.dtype == b.dtype and x.dtype in HALF
+    return able and half and groups == probes == 1 and 0 < x.shape[2] * x.shape[3] <= MOST_INPUTS and len(x) > 0
+
+
+def gram_cost(inputs: int, channels: int, positions: int, outputs: int, taps: int) -> int:
+    """Multiplications for one sample: both Gram matrices, and reads of X counted as such.
+
+    ``inputs`` and ``positions``: of x and of b. Symmetry halves all three terms alike where matrices are several tiles
+    large, and the first two not where they are one: it is not counted.
+    """
+    return inputs**2 * channels + positions**2 * (outputs + 2 * READ * taps)
+
+
+def _twin(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
+    """The same form in float64, a few samples at a time."""
+    shape = Shape.of(x, b, stride, padding, dilation, kernel, 1)
+    inputs, taps = shape.height * shape.width, _taps(shape).to(x.device)
+    norms = [x.new_zeros(0, dtype=torch.float64)]
+    step = max(1, planner.STREAM_FLOATS // (inputs + 1) ** 2)
+    for rows in zip(x.split(step), b.split(step), strict=True):
+        some_x, some_b = (t.double().flatten(2) for t in rows)
+        xx = torch.nn.functional.pad(some_x.mT @ some_x, (0, 1, 0, 1))  # the last row and column: outside
+        bb = some_b.mT @ some_b
+        aa = torch.zeros_like(bb)
+        for places in taps:
+            aa += xx[:, places[:, None], places]
+        lengths = (aa.diagonal(dim1=1, dim2=2) * bb.diagonal(dim1=1, dim2=2)).sqrt().sum(1)
+        slack = 4 * torch.finfo(_result_dtype(x)).eps * lengths.square()  # also more than the result's own rounding
+        norms.append((aa * bb).sum((1, 2)).clamp(min=0) + slack)
+    return torch.cat(norms).to(_result_dtype(x))
+
+
+def _taps(s: Shape) -> Tensor:
+    """Which position of x each tap reads for each position of b; their number stands for outside. [tap, position]."""
+    position = torch.arange(s.positions)
+    tap = torch.arange(s.kernel_y * s.kernel_x)[:, None]
+    y = position // s.out_width * s.stride_y + tap // s.kernel_x * s.dilation_y - s.padding_y
+    x = position % s.out_width * s.stride_x + tap % s.kernel_x * s.dilation_x - s.padding_x
+    inside = (y >= 0) & (y < s.height) & (x >= 0) & (x < s.width)
+    return torch.where(inside, y * s.width + x, s.height * s.width)
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+_operator = torch.library.custom_op(
+    "clipwise::convolution_gram_sq_norm",
+    _twin,
+    mutates_args=(),
+    schema="(Tensor x, Tensor b, int[] stride, int[] padding, int[] dilation, int[] kernel) -> Tensor",
+)
+
+
+@_operator.register_fake
+def _fake(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=_result_dtype(x))
+
+
+@_operator.register_kernel("cuda")
+def _cuda(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
+    if not possible(x, b):
+        return _twin(x, b, stride, padding, dilation, kernel)
+    x, b = rows(x), rows(b)
+    shape = Shape.of(_images(x), _images(b), stride, padding, dilation, kernel, 1)
+    tiles, right = candidates(shape), partial(_agrees, x, b, shape)
+    with torch.cuda.device(x.device):
+        return launch(x, b, shape, best_tile(("convolution gram", shape), x, tiles, right, launch, x, b, shape))
+
+
+def rows(t: Tensor) -> Tensor:
+    """[sample, channel, y, x] as [sample, y, x, channel], contiguous, zero channels added up to a multiple of eight.
+
+    Channels last of such a number are not copied.
+    """
+    return aligned(t.permute(0, 2, 3, 1))
+
+
+def _images(t: Tensor) -> Tensor:
+    return t.permute(0, 3, 1, 2)
+
+
+def _agrees(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> bool:
+    """Whether a tile gives the norm of the gradients written in float64, for random samples.
+
+    As many as fill the device a few times, where there are: what programs do at once must not matter.
+    """
+    x, b = like_random(x[:256]), like_random(b[:256])
+    found = launch(x, b, shape, tile)
+    few = [0, len(found) // 2, len(found) - 1]
+    expected = exact(_images(x[few]), _images(b[few]), shape).square().flatten(1).sum(1)
+    right = (found[few] - expected).norm() <= 1e-3 * expected.norm()
+    return bool(right) and torch.equal(found, launch(x, b, shape, tile))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes at a time: a choice of speed, never of result (but for the last bits)."""
+
+    block_x: int  # positions of x, of the rows and of the columns of X
+    block: int  # the same of b
+    deep: int  # channels
+    warps: int
+    stages: int
+    fused: bool  # one program writes a sample's whole X and reads it back; else there is a launch for each
+
+
+def candidates(shape: Shape) -> list[Tile]:
+    """Tiles worth trying, the safest first."""
+    inputs, positions = shape.height * shape.width, shape.positions
+    tiles = []
+    for most, deep, warps, stages in ((64, 64, 4, 3), (64, 64, 8, 3), (32, 128, 4, 3), (128, 64, 8, 3)):
+        block_x, block = power(inputs, 16, most), power(positions, 16, min(64, most))
+        tiles.append(Tile(block_x, block, deep, warps, stages, fused=False))
+    if inputs <= 64 and positions <= 64:
+        block_x, block = power(inputs, 16, 64), power(positions, 16, 64)
+        tiles += [Tile(block_x, block, *rest, fused=True) for rest in ((64, 4, 3), (128, 4, 2), (64, 8, 3))]
+    return list(dict.fromkeys(tiles))
+
+
+def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
+    """The kernels with one tile, for x [sample, y, x, channel] and b alike as ``rows`` gives them.
+
+    Samples are taken in pieces whose matrices X fit ``SCRATCH_BYTES``.
+    """
+    inputs, n = shape.height * shape.width, x.shape[0]
+    input_pairs, pairs = _pairs(inputs, tile.block_x), _pairs(shape.positions, tile.block)
+    step = max(1, min(n, SCRATCH_BYTES // (4 * inputs**2)))
+    xx = torch.empty(step, inputs, inputs, dtype=torch.float32, device=x.device)
+    sums = torch.empty(n, pairs, 2, dtype=torch.float32, device=x.device)
+    how = {"deep": tile.deep, "num_warps": tile.warps, "num_stages": tile.stages}
+    geometry = asdict(shape)
+    for name in ("groups", "probes"):
+        del geometry[name]
+    for start in range(0, n, step):
+        some_x, some_b, some_sums = (t[start : start + step] for t in (x, b, sums))
+        if not tile.fused:
+            _input_kernel[(len(some_x) * input_pairs,)](
+                some_x, xx, inputs=inputs, channels=shape.channels, pairs=input_pairs, block=tile.block_x, **how
+            )
+        _norm_kernel[(len(some_x) * pairs,)](
+            some_x, some_b, xx, some_sums, **geometry, pairs=pairs, block_x=tile.block_x, block=tile.block,
+            fused=tile.fused, slack=SLACK, **how,
+        )  # fmt: skip
+    if pairs == 1:  # the kernel has finished the result
+        return sums[:, 0, 0]
+    products, lengths = sums.sum(1).unbind(1)
+    return products.clamp(min=0).addcmul(lengths, lengths, value=SLACK)
+
+
+def _pairs(positions: int, block: int) -> int:
+    """Tiles on and below the diagonal of a symmetric matrix."""
+    side = -(-positions // block)
+    return side * (side + 1) // 2
+
+
+@jit
+def _tile(pair):  # type: ignore[no-untyped-def]
+    """Row and column of a tile on or below the diagonal: pair = down (down + 1)/2 + along."""
+    down = 0
+    row = 1
+    while row * (row + 1) // 2 <= pair:
+        down += 1
+        row += 1
+    return down, pair - down * (down + 1) // 2
+
+
+@jit
+def _gram(  # type: ignore[no-untyped-def]
+    rows, down, along, positions: constexpr, features: constexpr, block: constexpr, deep: constexpr
+):  # fmt: skip
+    """Tile (down, along) of the Gram matrix of rows [position, feature]; read once where it is the only one."""
+    product = tl.zeros([block, block], tl.float32)
+    feature = tl.arange(0, deep)
+    first = down * block + tl.arange(0, block)
+    second = along * block + tl.arange(0, block)
+    for start in range(0, features, deep):
+        real = start + feature < features
+        left = tl.load(
+            rows + first[:, None] * features + (start + feature)[None, :],
+            mask=(first < positions)[:, None] & real[None, :],
+            other=0.0,
+        )
+        if positions <= block:
+            product = tl.dot(left, tl.trans(left), product)
+        else:
+            right = tl.load(
+                rows + second[:, None] * features + (start + feature)[None, :],
+                mask=(second < positions)[:, None] & real[None, :],
+                other=0.0,
+            )
+            product = tl.dot(left, tl.trans(right), product)
+    return product
+
+
+@jit
+def _write(xx, product, down, along, inputs: constexpr, block: constexpr):  # type: ignore[no-untyped-def]
+    """A tile of X to xx [position, position]."""
+    first = down * block + tl.arange(0, block)[:, None]
+    second = along * block + tl.arange(0, block)[None, :]
+    tl.store(xx + first * inputs + second, product, mask=(first < inputs) & (second < inputs))
+
+
+@jit
+def _input_kernel(  # type: ignore[no-untyped-def]
+    x, xx, inputs: constexpr, channels: constexpr, pairs: constexpr, block: constexpr, deep: constexpr
+):  # fmt: skip
+    """One program: a sample, and one tile of its X."""
+    program = tl.program_id(0)
+    sample = (program // pairs).to(tl.int64)
+    down, along = _tile(program % pairs)
+    product = _gram(x + sample * (inputs * channels), down, along, inputs, channels, block, deep)
+    _write(xx + sample * (inputs * inputs), product, down, along, inputs, block)
+
+
+@jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x, b, xx, out,
+    channels: constexpr, height: constexpr, width: constexpr, outputs: constexpr, out_width: constexpr,
+    positions: constexpr, kernel_y: constexpr, kernel_x: constexpr, stride_y: constexpr, stride_x: constexpr,
+    padding_y: constexpr, padding_x: constexpr, dilation_y: constexpr, dilation_x: constexpr,
+    pairs: constexpr, block_x: constexpr, block: constexpr, deep: constexpr, fused: constexpr, slack: constexpr,
+):  # fmt: skip
+    """One program: a sample, and one tile of the Gram matrices of its patches and of its output gradients."""
+    program = tl.program_id(0)
+    sample = (program // pairs).to(tl.int64)
+    inputs: constexpr = height * width
+    xx += sample * (inputs * inputs)
+    if fused:
+        product = _gram(x + sample * (inputs * channels), 0, 0, inputs, channels, block_x, deep)
+        _write(xx, product, 0, 0, inputs, block_x)
+        tl.debug_barrier()  # what other threads of this program wrote is read below
+
+    # All is symmetric, and X written only below its diagonal: t ≤ s. Moved alike, they keep their order. What lies side
+    # by side in memory is the first axis: Triton then lets neighbouring threads read neighbours, for any geometry.
+    down, along = _tile(program % pairs)
+    t = along * block + tl.arange(0, block)[:, None]
+    s = down * block + tl.arange(0, block)[None, :]
+    wanted = (t <= s) & (s < positions)
+    t_y = t // out_width * stride_y - padding_y
+    t_x = t % out_width * stride_x - padding_x
+    s_y = s // out_width * stride_y - padding_y
+    s_x = s % out_width * stride_x - padding_x
+    places = (s_y * width + s_x) * inputs + (t_y * width + t_x)
+    aa = tl.zeros([block, block], tl.float32)
+    for tap in tl.range(kernel_y * kernel_x, num_stages=1):
+        y = tap // kernel_x * dilation_y
+        z = tap % kernel_x * dilation_x
+        inside = wanted
+        if padding_y > 0 or padding_x > 0:
+            inside &= (s_y + y >= 0) & (s_y + y < height) & (s_x + z >= 0) & (s_x + z < width)
+            inside &= (t_y + y >= 0) & (t_y + y < height) & (t_x + z >= 0) & (t_x + z < width)
+        aa += tl.load(xx + (y * width + z) * (inputs + 1) + places, mask=inside, other=0.0)
+
+    bb = _gram(b + sample * (positions * outputs), along, down, positions, outputs, block, deep)
+    same = t == s
+    # Where t > s nothing was read: the other factor is not multiplied with 0 there, since it may be infinite.
+    products = tl.sum(tl.where(wanted, aa * bb * tl.where(same, 1.0, 2.0), 0.0))
+    lengths = 0.0
+    if down == along:  # ‖a_s‖‖b_s‖, from the diagonals
+        a_sq = tl.maximum(tl.sum(tl.where(same, aa, 0.0), axis=1), 0.0)
+        b_sq = tl.maximum(tl.sum(tl.where(same, bb, 0.0), axis=1), 0.0)
+        lengths = tl.sum(tl.sqrt(a_sq) * tl.sqrt(b_sq))
+    if pairs == 1:
+        products = tl.where(products < 0.0, 0.0, products) + slack * lengths * lengths  # NaN stays
+    tl.store(out + program * 2, products)
+    tl.store(out + program * 2 + 1, lengths)
