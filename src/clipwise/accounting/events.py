@@ -30,7 +30,9 @@ from clipwise.types import (
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
+    from dp_accounting.pld.pld_pmf import PLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from dp_accounting.pld.privacy_loss_mechanism import MonotonePrivacyLoss
 
 # pld: privacy loss distributions, tight. rdp: Rényi divergences, the second opinion.
 ACCOUNTANTS = ("pld", "rdp")
@@ -40,11 +42,19 @@ DISCRETISATION = 1e-4
 # PLD composes by FFT, whose rounding moves δ by up to about 1e-16 per release, in either direction: against the closed
 # form of Gaussians, ε at δ = 1e-14 after 1e5 releases came out 0.06 too small. Ten times that is kept back from δ.
 ROUNDING_PER_RELEASE = 1e-15
+# So tails need not be followed further than a hundredth of that; what lies beyond counts as an infinite loss.
+TAIL = ROUNDING_PER_RELEASE / 100
+# Each cell of one release's grid takes dp-accounting 3 µs, and the tails have most of the cells and hold next to
+# nothing. So the distribution stands on every cell up to about this many, and further out on losses that are about a
+# 4000th of themselves apart. That rounds up, as a coarser grid does: an ε below 50 grows by less than a millionth of
+# itself. (Above 700, where e^ε overflows, ε is one of these losses.)
+THINNED = 4000
 # dp-accounting inverts the loss of a mixture to within 1e-6, where the noise's standard deviation is this. The error in
 # δ is of second order, ½ · 0.4 · signal · (1e-6/scale)² = 2e-15 · signal per release: kept back too.
 MIXTURE_SCALE = 10.0
-# A cell of one release's grid costs about 3 µs, a cell of a mixture's about 100. So mixtures have a coarser grid: cells
-# of at most a tenth of a loss's standard deviation, which add at most a few thousandths to its variance.
+# The most cells from end to end of one release's grid: composing them costs half a µs each. One that a mixture stands
+# on costs about 100 µs. So mixtures have a coarser grid: cells of at most a tenth of a loss's standard deviation, which
+# add at most a few thousandths to its variance.
 CELLS, MIXTURE_CELLS, MIXTURE_GRID = 5e5, 4e4, 0.1
 
 
@@ -177,7 +187,7 @@ def _epsilon(costs: tuple[tuple[Cost, int], ...], delta: float, interval: float)
     losses = [
         _loss(cost._replace(sigma=cost.sigma / math.sqrt(count)), interval)  # they are one Gaussian
         if cost.rate == 1
-        else _loss(cost, interval).self_compose(count)
+        else _loss(cost, interval).self_compose(count, count * TAIL)
         for cost, count in costs
     ]
     total = functools.reduce(lambda one, other: one.compose(other), losses)
@@ -186,14 +196,35 @@ def _epsilon(costs: tuple[tuple[Cost, int], ...], delta: float, interval: float)
 
 @functools.lru_cache(maxsize=8)  # some megabytes each
 def _loss(cost: Cost, interval: float) -> PrivacyLossDistribution:
-    from dp_accounting.pld import privacy_loss_distribution as pld
+    from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
+    from dp_accounting.pld.privacy_loss_mechanism import AdjacencyType, GaussianPrivacyLoss, MixtureGaussianPrivacyLoss
 
-    if cost.memory == 0:
-        return pld.from_gaussian_mechanism(cost.sigma, value_discretization_interval=interval, sampling_prob=cost.rate)
-    signals, probabilities = _mixture(cost)
-    return pld.from_mixture_gaussian_mechanism(
-        MIXTURE_SCALE, signals, probabilities, value_discretization_interval=interval
-    )
+    def losses(adjacency: AdjacencyType) -> PLDPmf:
+        how = {"log_mass_truncation_bound": math.log(TAIL), "adjacency_type": adjacency}
+        if cost.memory:
+            return _discretised(MixtureGaussianPrivacyLoss(MIXTURE_SCALE, *_mixture(cost), **how), interval)
+        return _discretised(GaussianPrivacyLoss(cost.sigma, sampling_prob=cost.rate, **how), interval)
+
+    removed = losses(AdjacencyType.REMOVE)  # of a Gaussian without sampling, adding has the same
+    return PrivacyLossDistribution(removed, None if cost.rate == 1 else losses(AdjacencyType.ADD))
+
+
+def _discretised(loss: MonotonePrivacyLoss, interval: float) -> PLDPmf:
+    """The loss on cells of the grid, by connecting dots of dp-accounting's δ(ε): a bound whichever cells are taken.
+
+    Doroshenko et al. 2022 prove that for every finite set of losses. dp-accounting alone would take all cells.
+    """
+    import numpy as np
+    from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots
+
+    bounds = loss.connect_dots_bounds()
+    low, high = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
+    first, last = (THINNED * math.asinh(end / THINNED) for end in (low, high))
+    far = THINNED * np.sinh(np.arange(math.floor(first), math.ceil(last) + 1) / THINNED)  # evenly spaced, then further
+    cells = np.unique(np.clip(np.rint(far), low, high).astype(int))
+    return create_pmf_pessimistic_connect_dots(
+        interval, cells, loss.get_delta_for_epsilon(cells * interval)
+    ).to_dense_pmf()  # of sparse ones it computes how many cells 10⁵ of them might have, a number of 10⁵ digits
 
 
 def _roundings(cost: Cost, count: int) -> float:
