@@ -481,3 +481,24 @@ def test_spare_features_change_nothing(q: int) -> None:
     for changed in (wide.masked(torch.tensor([True, False, True])), wide.rows(1, 3), wide.scaled(weights)):
         assert changed.spare == (2, 3)
     assert torch.allclose(wide.merged(3).dense()[0], plain.dense().sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_factor_whose_square_underflows_beside_a_huge_one_is_not_lost(positions: int, turned: bool) -> None:
+    # ‖v‖ is about 100, but b Bᵀ is below the smallest normal number, which a GPU may take for zero
+    a, b = torch.full((2, 1, positions, 4), 5e18), torch.full((2, 1, positions, 64), 2e-20 / positions)
+    a, b = (b, a) if turned else (a, b)
+    b = b.to(DEVICE)
+    a = a.to(DEVICE)
+    exact = (b.double().mT @ a.double()).flatten(1).norm(dim=1)
+    before = torch.set_flush_denormal(True)
+    try:
+        assert bool((gram_sq_norm(a, b).sqrt() >= exact * (1 - 1e-5)).all())
+        if positions > 1 and DEVICE == "cuda":
+            half = a.bfloat16(), b.bfloat16()
+            exact = (half[1].double().mT @ half[0].double()).flatten(1).norm(dim=1)
+            assert bool((gram_sq_norm(*half).sqrt() >= exact * (1 - 1e-5)).all())
+    finally:
+        torch.set_flush_denormal(False)
+    assert before or DEVICE == "cuda"  # else this processor cannot flush, and nothing was tested

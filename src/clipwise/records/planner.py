@@ -22,7 +22,7 @@ TRAFFIC = 16
 CUDA_TRAFFIC = 600
 # A form of more than so many times the cheapest one's counted cost is not measured: every trial compiles kernels, and
 # counting is not that wrong.
-FAR = 1.5
+FAR = 2
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ def choose(
     cuda: bool = False,
     kernel: bool = False,
     unfolds: bool = False,
+    not_unfolded: int | None = None,
     half: bool = False,
 ) -> Form:
     """The cheapest form for ``blocks`` products of [positions, inputs]ᵀ [positions, outputs].
 
     ``raw_inputs`` is the layer input's floats per sample where that differs from positions × inputs (convolutions,
     whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything;
-    ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should; ``half``: records are in
-    half precision, and a written gradient is not.
+    ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should; ``not_unfolded``: what it
+    costs by a kernel that does not; ``half``: records are in half precision, and a written gradient is not.
     """
     gram = blocks * positions**2 * (inputs + outputs)
     product = blocks * positions * inputs * outputs
@@ -76,7 +77,9 @@ def choose(
     # Gram, streamed and fused forms need the product once more, for the weighted sum; a written one is only read again.
     costs: dict[Name, int] = {"gram": gram + product, "streamed": 2 * product}
     if kernel:  # Gram matrices are symmetric, and the kernel computes half of each
-        costs = {"fused": 2 * product} if unfolds else {"fused": 2 * product, "gram": gram // 2 + product}
+        costs = {"fused": 2 * product}
+        if (least := not_unfolded if unfolds else gram // 2) is not None:
+            costs["gram"] = least + product
     # Written out, it replaces (a, b), which are then free: never more memory than keeping them.
     if floats * (2 if half else 1) <= record:
         costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats

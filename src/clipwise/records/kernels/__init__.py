@@ -5,6 +5,7 @@ Gives: torch operators that compilers see as one node; without Triton the same o
 """
 
 from clipwise.records.kernels.convolution import convolution_dense, convolution_sq_norm, convolution_total
+from clipwise.records.kernels.convolution_gram import convolution_gram_sq_norm
 from clipwise.records.kernels.gram import gram_sq_norm
 from clipwise.records.kernels.rows import ZeroRows, zero_rows
 from clipwise.records.kernels.totals import outer_totals
@@ -12,6 +13,7 @@ from clipwise.records.kernels.totals import outer_totals
 __all__ = [
     "ZeroRows",
     "convolution_dense",
+    "convolution_gram_sq_norm",
     "convolution_sq_norm",
     "convolution_total",
     "gram_sq_norm",

@@ -20,17 +20,18 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.kernels.convolution import Ints, Shape, _check, exact
-from clipwise.records.kernels.gram import HALF, SLACK, aligned
+from clipwise.records.kernels.gram import HALF, SLACK, aligned, lost
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 from clipwise.types import InputError
 
-MOST_INPUTS = 256  # positions of x: above, X is larger than what it replaces
+MOST_INPUTS = 256  # positions of x: with more, X soon costs as much as what it replaces
+MOST_TAPS = 30  # in a row: their bits are one number
 # Matrices X of so many bytes are written before they are read: a part of the second-level cache of a large GPU (50 MB),
 # so that they never reach the device's memory, and enough samples to fill it.
 SCRATCH_BYTES = 1 << 25
-# What reading and adding an element of X counts, in multiplications: from data sheets, a processor reads 32 in the time
-# in which its tensor cores multiply about a thousand, and half of each matrix is read.
-READ = 16
+# What reading and adding an element of X counts, in multiplications: by data sheets, not measured, a processor reads 32
+# in the time in which its tensor cores multiply about a thousand.
+READ = 32
 
 
 def convolution_gram_sq_norm(
@@ -55,20 +56,21 @@ def convolution_gram_sq_norm(
     return _operator(x, b, stride, padding, dilation, kernel)
 
 
-def possible(x: Tensor, b: Tensor, groups: int = 1, probes: int = 1) -> bool:
-    """Whether the kernels can be used: elsewhere the operator gives the same, slowly."""
+def possible(x: Tensor, kernel: Ints, groups: int = 1, probes: int = 1) -> bool:
+    """Whether the kernels can be used for operands in half precision: elsewhere the operator gives the same, slowly."""
     able = triton is not None and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    half = x.dtype == b.dtype and x.dtype in HALF
-    return able and half and groups == probes == 1 and 0 < x.shape[2] * x.shape[3] <= MOST_INPUTS and len(x) > 0
+    few = x.shape[2] * x.shape[3] <= MOST_INPUTS and kernel[1] <= MOST_TAPS
+    return able and few and groups == probes == 1 and len(x) > 0
 
 
 def gram_cost(inputs: int, channels: int, positions: int, outputs: int, taps: int) -> int:
-    """Multiplications for one sample: both Gram matrices, and reads of X counted as such.
+    """Multiplications for one sample: both Gram matrices on and below the diagonal, and reads of X counted as such.
 
-    ``inputs`` and ``positions``: of x and of b. Symmetry halves all three terms alike where matrices are several tiles
-    large, and the first two not where they are one: it is not counted.
+    ``inputs`` and ``positions``: of x and of b.
     """
-    return inputs**2 * channels + positions**2 * (outputs + 2 * READ * taps)
+    block_x, block = power(inputs, 16, 64), power(positions, 16, 64)
+    matrix, other = _pairs(inputs, block_x) * block_x**2, _pairs(positions, block) * block**2
+    return matrix * channels + other * (outputs + READ * taps)
 
 
 def _twin(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
@@ -119,7 +121,7 @@ def _fake(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, ker
 
 @_operator.register_kernel("cuda")
 def _cuda(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
-    if not possible(x, b):
+    if x.dtype not in HALF or not possible(x, kernel):
         return _twin(x, b, stride, padding, dilation, kernel)
     x, b = rows(x), rows(b)
     shape = Shape.of(_images(x), _images(b), stride, padding, dilation, kernel, 1)
@@ -166,16 +168,19 @@ class Tile:
 
 
 def candidates(shape: Shape) -> list[Tile]:
-    """Tiles worth trying, the safest first."""
+    """Tiles worth trying, the safest first. Few: each is compiled once per shape."""
     inputs, positions = shape.height * shape.width, shape.positions
-    tiles = []
-    for most, deep, warps, stages in ((64, 64, 4, 3), (64, 64, 8, 3), (32, 128, 4, 3), (128, 64, 8, 3)):
-        block_x, block = power(inputs, 16, most), power(positions, 16, min(64, most))
-        tiles.append(Tile(block_x, block, deep, warps, stages, fused=False))
-    if inputs <= 64 and positions <= 64:
-        block_x, block = power(inputs, 16, 64), power(positions, 16, 64)
-        tiles += [Tile(block_x, block, *rest, fused=True) for rest in ((64, 4, 3), (128, 4, 2), (64, 8, 3))]
-    return list(dict.fromkeys(tiles))
+    block_x, block = power(inputs, 16, 64), power(positions, 16, 64)
+    warps = max(1, max(block_x, block) ** 2 // 1024)
+    tiles = [Tile(block_x, block, 64, 2 * warps, 3, fused=False)]
+    if max(inputs, positions) <= 64:
+        how = ((64, warps, 3), (64, 2 * warps, 3), (128, 2 * warps, 2))  # deep, warps, stages
+        return tiles + [Tile(block_x, block, *rest, fused=True) for rest in how]
+    tiles += [
+        Tile(block_x, min(32, block), 64, 4, 3, fused=False),
+        Tile(block_x, min(32, block), 128, 4, 2, fused=False),
+    ]
+    return [*tiles, Tile(power(inputs, 16, 128), block, 64, 8, 3, fused=False)]
 
 
 def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
@@ -185,27 +190,29 @@ def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
     """
     inputs, n = shape.height * shape.width, x.shape[0]
     input_pairs, pairs = _pairs(inputs, tile.block_x), _pairs(shape.positions, tile.block)
-    step = max(1, min(n, SCRATCH_BYTES // (4 * inputs**2)))
+    fit = SCRATCH_BYTES // (4 * inputs**2)
+    step = min(n, max(4, fit - fit % 4))  # by fours: each piece's sums begin at 16 bytes, and kernels are compiled once
     xx = torch.empty(step, inputs, inputs, dtype=torch.float32, device=x.device)
-    sums = torch.empty(n, pairs, 2, dtype=torch.float32, device=x.device)
+    products, lengths = (torch.empty(n, pairs, dtype=torch.float32, device=x.device) for _ in range(2))
     how = {"deep": tile.deep, "num_warps": tile.warps, "num_stages": tile.stages}
     geometry = asdict(shape)
     for name in ("groups", "probes"):
         del geometry[name]
     for start in range(0, n, step):
-        some_x, some_b, some_sums = (t[start : start + step] for t in (x, b, sums))
+        some_x, some_b, some_products, some_lengths = (t[start : start + step] for t in (x, b, products, lengths))
         if not tile.fused:
             _input_kernel[(len(some_x) * input_pairs,)](
                 some_x, xx, inputs=inputs, channels=shape.channels, pairs=input_pairs, block=tile.block_x, **how
             )
         _norm_kernel[(len(some_x) * pairs,)](
-            some_x, some_b, xx, some_sums, **geometry, pairs=pairs, block_x=tile.block_x, block=tile.block,
-            fused=tile.fused, slack=SLACK, **how,
+            some_x, some_b, xx, some_products, some_lengths, **geometry, pairs=pairs, block_x=tile.block_x,
+            block=tile.block, fused=tile.fused, slack=SLACK, lost_a=lost(shape.columns), lost_b=lost(shape.outputs),
+            **how,
         )  # fmt: skip
     if pairs == 1:  # the kernel has finished the result
-        return sums[:, 0, 0]
-    products, lengths = sums.sum(1).unbind(1)
-    return products.clamp(min=0).addcmul(lengths, lengths, value=SLACK)
+        return products[:, 0]
+    total = lengths.sum(1)
+    return products.sum(1).clamp_(min=0).addcmul_(total, total, value=SLACK)
 
 
 def _pairs(positions: int, block: int) -> int:
@@ -274,12 +281,22 @@ def _input_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
+def _inside(first, size: constexpr, kernel: constexpr, dilation: constexpr):  # type: ignore[no-untyped-def]
+    """Which taps from a first place on lie inside, as bits."""
+    bits = tl.zeros_like(first)
+    for tap in tl.static_range(kernel):
+        bits |= tl.where((first + tap * dilation >= 0) & (first + tap * dilation < size), 1 << tap, 0)
+    return bits
+
+
+@jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x, b, xx, out,
+    x, b, xx, out, out_lengths,
     channels: constexpr, height: constexpr, width: constexpr, outputs: constexpr, out_width: constexpr,
     positions: constexpr, kernel_y: constexpr, kernel_x: constexpr, stride_y: constexpr, stride_x: constexpr,
     padding_y: constexpr, padding_x: constexpr, dilation_y: constexpr, dilation_x: constexpr,
     pairs: constexpr, block_x: constexpr, block: constexpr, deep: constexpr, fused: constexpr, slack: constexpr,
+    lost_a: constexpr, lost_b: constexpr,
 ):  # fmt: skip
     """One program: a sample, and one tile of the Gram matrices of its patches and of its output gradients."""
     program = tl.program_id(0)
@@ -302,26 +319,29 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     s_y = s // out_width * stride_y - padding_y
     s_x = s % out_width * stride_x - padding_x
     places = (s_y * width + s_x) * inputs + (t_y * width + t_x)
+    # Bit k: the k-th tap of a row lies inside for both. One test for each read, instead of four.
+    columns = _inside(t_x, width, kernel_x, dilation_x) & _inside(s_x, width, kernel_x, dilation_x)
+    columns = tl.where(wanted, columns, 0)
     aa = tl.zeros([block, block], tl.float32)
-    for tap in tl.range(kernel_y * kernel_x, num_stages=1):
-        y = tap // kernel_x * dilation_y
-        z = tap % kernel_x * dilation_x
-        inside = wanted
-        if padding_y > 0 or padding_x > 0:
-            inside &= (s_y + y >= 0) & (s_y + y < height) & (s_x + z >= 0) & (s_x + z < width)
-            inside &= (t_y + y >= 0) & (t_y + y < height) & (t_x + z >= 0) & (t_x + z < width)
-        aa += tl.load(xx + (y * width + z) * (inputs + 1) + places, mask=inside, other=0.0)
+    for row in tl.range(kernel_y, num_stages=1):
+        y = row * dilation_y
+        inside = (t_y + y >= 0) & (t_y + y < height) & (s_y + y >= 0) & (s_y + y < height)
+        taps = tl.where(inside, columns, 0)
+        first = xx + y * width * (inputs + 1) + places
+        for column in tl.static_range(kernel_x):
+            aa += tl.load(first + column * dilation_x * (inputs + 1), mask=(taps & (1 << column)) != 0, other=0.0)
 
     bb = _gram(b + sample * (positions * outputs), along, down, positions, outputs, block, deep)
     same = t == s
     # Where t > s nothing was read: the other factor is not multiplied with 0 there, since it may be infinite.
     products = tl.sum(tl.where(wanted, aa * bb * tl.where(same, 1.0, 2.0), 0.0))
     lengths = 0.0
-    if down == along:  # ‖a_s‖‖b_s‖, from the diagonals
+    if down == along:  # ‖a_s‖‖b_s‖, from the diagonals, and what either matrix may have lost
         a_sq = tl.maximum(tl.sum(tl.where(same, aa, 0.0), axis=1), 0.0)
         b_sq = tl.maximum(tl.sum(tl.where(same, bb, 0.0), axis=1), 0.0)
-        lengths = tl.sum(tl.sqrt(a_sq) * tl.sqrt(b_sq))
+        a_sq, b_sq = tl.sqrt(a_sq), tl.sqrt(b_sq)
+        lengths = tl.sum(a_sq * b_sq + lost_b * a_sq + lost_a * b_sq)
     if pairs == 1:
         products = tl.where(products < 0.0, 0.0, products) + slack * lengths * lengths  # NaN stays
-    tl.store(out + program * 2, products)
-    tl.store(out + program * 2 + 1, lengths)
+    tl.store(out + program, products)
+    tl.store(out_lengths + program, lengths)

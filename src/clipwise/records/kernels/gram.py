@@ -7,6 +7,7 @@ multiplies them and keeps only sums, so neither matrix is written and nothing is
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -23,12 +24,21 @@ def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
     """⟨A Aᵀ, B Bᵀ⟩ per sample, in float32 or better.
 
     Guarantees: not under-estimated. Where positions cancel, rounding is relative to (Σ_s ‖a_s‖‖b_s‖)², not to the
-    result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels.
+    result, so that much is added: a few units of the last place of it, nothing to notice unless the sum cancels. So is
+    what underflows in one Gram matrix, times the other (``lost``): a zero gradient has a norm of about 1e-17 · ‖a‖.
     """
     half = a.dtype == b.dtype and a.dtype in HALF
     if a.is_cuda and half and a.shape[1] == 1 and a.shape[2] > 1:
         return _operator(*(aligned(t[:, 0]) for t in (a, b)))
     return _twin(a, b)
+
+
+def lost(features: int, dtype: torch.dtype = torch.float32) -> float:
+    """κ with 4 eps (κ Σ_s ‖a_s‖)² = tiny · features · (Σ_s ‖a_s‖)²: what b Bᵀ of so many features may lose, times a aᵀ.
+
+    Products below the smallest normal number may count as zero. Beside an a of 1e19 that is not nothing.
+    """
+    return math.sqrt(torch.finfo(dtype).tiny * features / (4 * torch.finfo(dtype).eps))
 
 
 def aligned(rows: Tensor) -> Tensor:
@@ -39,11 +49,13 @@ def aligned(rows: Tensor) -> Tensor:
 
 def _twin(a: Tensor, b: Tensor) -> Tensor:
     a, b = (t.float() if t.dtype in HALF else t for t in (a, b))
-    if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel
-        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2))
+    if a.shape[2] == 1:  # one position: ‖b aᵀ‖ = ‖a‖‖b‖, and nothing can cancel; squares may underflow
+        one, other = (t.square().sum(3) + t.shape[3] * torch.finfo(t.dtype).tiny for t in (a, b))
+        return (one * other).sum((1, 2))
     aa = a @ a.transpose(2, 3)
     bb = b @ b.transpose(2, 3)
-    lengths = aa.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt() * bb.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt()
+    one, other = (gram.diagonal(dim1=2, dim2=3).clamp(min=0).sqrt() for gram in (aa, bb))
+    lengths = one * other + lost(b.shape[3], a.dtype) * one + lost(a.shape[3], a.dtype) * other
     slack = 4 * torch.finfo(a.dtype).eps * lengths.sum(2).square()
     return ((aa * bb).sum((2, 3)).clamp(min=0) + slack).sum(1)
 
@@ -106,8 +118,8 @@ def launch(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
     options = asdict(tile)
     warps, stages = options.pop("warps"), options.pop("stages")
     _kernel[(a.shape[0] * pairs,)](
-        a, b, sums, a.shape[0] * pairs, positions=a.shape[1], p=a.shape[2], q=b.shape[2], pairs=pairs, **options,
-        num_warps=warps, num_stages=stages,
+        a, b, sums, a.shape[0] * pairs, positions=a.shape[1], p=a.shape[2], q=b.shape[2], pairs=pairs,
+        lost_a=lost(a.shape[2]), lost_b=lost(b.shape[2]), **options, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     products, lengths = sums.sum(2).unbind(0)
     return products.clamp(min=0) + SLACK * lengths.square()
@@ -141,7 +153,7 @@ def _gram(  # type: ignore[no-untyped-def]
 @jit
 def _kernel(  # type: ignore[no-untyped-def]
     a, b, partial, programs, positions: constexpr, p: constexpr, q: constexpr, pairs: constexpr,
-    block: constexpr, deep: constexpr,
+    lost_a: constexpr, lost_b: constexpr, block: constexpr, deep: constexpr,
 ):  # fmt: skip
     """One program: a sample, and one tile of both its Gram matrices."""
     program = tl.program_id(0)
@@ -157,7 +169,8 @@ def _kernel(  # type: ignore[no-untyped-def]
     bb = _gram(b + sample * (positions * q), down, along, positions, q, block, deep)
     twice = tl.where(down == along, 1.0, 2.0)
     tl.store(partial + program, twice * tl.sum(aa * bb))
-    # ‖a_s‖‖b_s‖, from the diagonals
+    # ‖a_s‖‖b_s‖, from the diagonals, and what either matrix may have lost
     same = tl.arange(0, block)[:, None] == tl.arange(0, block)[None, :]
-    lengths = tl.sum(tl.where(same, tl.sqrt(tl.maximum(aa, 0.0)) * tl.sqrt(tl.maximum(bb, 0.0)), 0.0))
+    one, other = tl.sqrt(tl.maximum(aa, 0.0)), tl.sqrt(tl.maximum(bb, 0.0))
+    lengths = tl.sum(tl.where(same, one * other + lost_b * one + lost_a * other, 0.0))
     tl.store(partial + programs + program, tl.where(down == along, lengths, 0.0))

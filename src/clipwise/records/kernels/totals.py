@@ -123,33 +123,35 @@ def candidates(positions: int) -> list[Tile]:
 def launch(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor, tile: Tile) -> Tensor:
     """The kernel with one tile, for float32 weights. All layers' sums, one after the other."""
     units, positions = a[0].shape[:2]
-    size = sum(x.shape[2] * y.shape[2] for x, y in zip(a, b, strict=True))
-    room = torch.empty(size, dtype=torch.float32, device=a[0].device)
+    device = a[0].device
     lines, tiles = _lines(
         tuple((x.shape[2], y.shape[2], x.stride(1) // 8, y.stride(1) // 8) for x, y in zip(a, b, strict=True)),
         tile.block_p,
         tile.block_q,
-        room.device,
+        device,
     )
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
+    parts = max(
+        1, min(processors // tiles, units)
+    )  # of the units, where layers are too few or small for all processors
+    size = sum(x.shape[2] * y.shape[2] for x, y in zip(a, b, strict=True))
+    room = torch.empty(parts, size, dtype=torch.float32, device=device)
     # Addresses are written by a kernel: one that is recorded would read a copy from the host again at every replay.
     count = -(-2 * len(a) // BATCH) * BATCH
-    places = torch.empty(count, dtype=torch.long, device=room.device)
+    places = torch.empty(count, dtype=torch.long, device=device)
     factors = [t for pair in zip(a, b, strict=True) for t in pair]
     factors += [factors[-1]] * (count - len(factors))
     for first in range(0, count, BATCH):
         _places_kernel[(1,)](places, first, *factors[first : first + BATCH])
-    if room.is_cuda:
+    if device.type == "cuda":
         triton.set_allocator(_scratch)
-        processors = torch.cuda.get_device_properties(room.device).multi_processor_count
-    else:
-        processors = 2
     options = asdict(tile)
     warps, stages = options.pop("warps"), options.pop("stages")
-    _totals_kernel[(min(tiles, processors),)](
-        a[0], places, lines, weights, room, len(a), tiles, units, positions=positions, **options,
-        num_warps=warps, num_stages=stages,
+    _totals_kernel[(min(tiles * parts, processors),)](
+        a[0], places, lines, weights, room, len(a), tiles, tiles * parts, size, units, -(-units // parts),
+        positions=positions, **options, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return room
+    return room.sum(0) if parts > 1 else room[0]
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -195,13 +197,17 @@ def _places_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _totals_kernel(  # type: ignore[no-untyped-def]
-    like, places, lines, weights, room, layers, tiles, units,
+    like, places, lines, weights, room, layers, tiles, work, size, units, units_each,
     positions: constexpr, block_q: constexpr, block_p: constexpr, deep: constexpr,
 ):  # fmt: skip
-    """One program: one tile of one layer's sum after another. ``like`` is there for the format."""
+    """One program: one tile of one layer's sum over some units after another. ``like`` is there for the format."""
     steps: constexpr = (positions + deep - 1) // deep
-    tile = tl.program_id(0)
-    while tile < tiles:
+    task = tl.program_id(0)
+    while task < work:
+        tile = task % tiles
+        part = task // tiles
+        start = tl.minimum(part * units_each, units)
+        stop = tl.minimum(start + units_each, units)
         low, high = 0, layers  # the last layer that begins at this tile or before
         while high - low > 1:
             middle = (low + high) // 2
@@ -224,13 +230,13 @@ def _totals_kernel(  # type: ignore[no-untyped-def]
         all_b = tl.make_tensor_descriptor(b, [units, positions, q], [positions * row_b, row_b, 1], [1, deep, block_q])
         total = tl.zeros([block_q, block_p], tl.float32)
         if steps == 1:
-            for unit in range(units):
+            for unit in range(start, stop):
                 some_a = all_a.load([unit, 0, first_p]).reshape(deep, block_p)
                 some_b = all_b.load([unit, 0, first_q]).reshape(deep, block_q)
                 total += tl.load(weights + low * units + unit) * tl.dot(tl.trans(some_b), some_a)
         else:  # one loop over all: two would wait for memory at the beginning of every unit
             v = tl.zeros([block_q, block_p], tl.float32)
-            for step in range(units * steps):
+            for step in range(start * steps, stop * steps):
                 unit = step // steps
                 some_a = all_a.load([unit, step % steps * deep, first_p]).reshape(deep, block_p)
                 some_b = all_b.load([unit, step % steps * deep, first_q]).reshape(deep, block_q)
@@ -240,6 +246,6 @@ def _totals_kernel(  # type: ignore[no-untyped-def]
                     v = tl.zeros([block_q, block_p], tl.float32)
         rows = first_q + tl.arange(0, block_q)[:, None]
         columns = first_p + tl.arange(0, block_p)[None, :]
-        out = room + tl.load(line + 4) + rows.to(tl.int64) * p + columns
+        out = room + part.to(tl.int64) * size + tl.load(line + 4) + rows.to(tl.int64) * p + columns
         tl.store(out, total, mask=(rows < q) & (columns < p))
-        tile += tl.num_programs(0)
+        task += tl.num_programs(0)

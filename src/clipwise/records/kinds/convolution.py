@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner, tuning
-from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total
+from clipwise.records.kernels import (
+    convolution_dense,
+    convolution_gram_sq_norm,
+    convolution_sq_norm,
+    convolution_total,
+)
+from clipwise.records.kernels.convolution_gram import gram_cost, possible
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
@@ -100,8 +106,25 @@ class Convolution:
             cuda=self.x.is_cuda,
             kernel=self._by_kernel,
             unfolds=True,
-            half=self.x.is_cuda and (self.x.dtype in HALF or self.rounded),
+            not_unfolded=self._gram_cost,
+            half=self._half,
         )
+
+    @property
+    def _half(self) -> bool:
+        """Whether kernels read factors in half precision."""
+        return self.x.is_cuda and (self.x.dtype in HALF or self.rounded)
+
+    @property
+    def _gram_cost(self) -> int | None:
+        """Multiplications of the Gram form's kernel, where it takes such a record."""
+        if not self._by_kernel or not self._half:
+            return None
+        x, b, _, _, _, kernel, groups, probes = self._planes()
+        if not possible(x, kernel, groups, probes):
+            return None
+        inputs, positions = x.shape[2] * x.shape[3], b.shape[2] * b.shape[3]
+        return gram_cost(inputs, x.shape[1], positions, b.shape[1], kernel[0] * kernel[1])
 
     @property
     def form(self) -> planner.Form:
@@ -166,7 +189,7 @@ class Convolution:
         if name == "fused":
             return convolution_sq_norm(*self._planes())
         if name == "gram":
-            return self.unfolded().sq_norm()
+            return convolution_gram_sq_norm(*self._planes()) if self._by_kernel else self.unfolded().sq_norm()
         return streamed_sq_norm(self, self.rows, self.geometry.shape.numel(), cuda=self.x.is_cuda)
 
     def inner(self, direction: Tensor) -> Tensor:

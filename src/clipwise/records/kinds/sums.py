@@ -77,7 +77,7 @@ def cross(first: Record, second: Record) -> Tensor:
     if isinstance(second, Indexed):
         first, second = second, first
     if isinstance(first, Indexed) and isinstance(second, Halved):
-        exact = second.like(second.one.double(), second.other.double())  # not in TF32
+        exact = second.like(second.one.double(), second.other)  # a product of these is not in TF32
         return cross(first, exact).to(second.scale.dtype) * second.scale
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
