@@ -307,3 +307,27 @@ def test_rows_that_fill_a_chunk_add_nothing_even_where_zeros_have_no_gradient() 
     first, second = fast.weighted_sum(weights, names), slow.weighted_sum(weights, names)
     for name in second:
         torch.testing.assert_close(first[name], second[name])
+
+
+def test_a_row_that_only_fills_a_chunk_spoils_no_sum_where_it_alone_is_not_finite() -> None:
+    class Drops(nn.Module):  # a copy of a row draws a mask of its own
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(1 / nn.functional.dropout(x)).squeeze(1)
+
+    torch.manual_seed(0)
+    net = Drops()
+    names, parameters = tuple(trainable(net)), trainable(net)
+    capture = CompiledCapture(net, lambda m, x: m(x), ROWS, [names], {"backend": "eager"})
+    kept = 0
+    for _ in range(60):
+        gradients = capture(torch.ones(1, 4))
+        private, seen = private_sum(flat(1.0), parameters, [gradients])
+        finite = bool(gradients.norms([names]).isfinite().all())
+        assert seen.non_finite == int(not finite)
+        assert all(bool(value.isfinite().all()) for value in private.parts[0].value.values())
+        kept += finite
+    assert kept  # else no chunk was spoilt by a copy alone

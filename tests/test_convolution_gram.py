@@ -322,3 +322,19 @@ def test_the_kernels_can_be_recorded_in_a_cuda_graph() -> None:
         found = convolution_gram_sq_norm(x, b, *geometry)
     graph.replay()
     assert torch.equal(found, expected)
+
+
+@kernel_runs
+@pytest.mark.parametrize(("size", "place"), [((1, 2), (0, 1)), ((12, 12), (11, 11))])
+def test_products_that_overflow_are_never_taken_for_small_ones(size: tuple[int, int], place: tuple[int, int]) -> None:
+    # v₂ = −0.6 v₁ with ‖v₁‖² near float32's largest number: 2⟨v₁, v₂⟩ is −∞ there, and the norm far from 0
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    x, b = torch.ones(1, 1, *size), torch.zeros(1, 1, *size)
+    b[0, 0, 0, 0], b[0, 0, *place] = 3e38**0.5, -0.6 * 3e38**0.5
+    x, b = (t.to(DEVICE, dtype) for t in (x, b))
+    true = float((x.double() * b.double()).sum().abs())
+    rows = form.rows(x), form.rows(b)
+    shape = form.Shape.of(form._images(rows[0]), form._images(rows[1]), (1, 1), (0, 0), (1, 1), (1, 1), 1)
+    for tile in form.candidates(shape):
+        found = float(form.launch(*rows, shape, tile).double().sqrt())
+        assert not found < true * (1 - 1e-5)  # larger, infinite or not a number

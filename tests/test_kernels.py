@@ -26,7 +26,7 @@ from clipwise.records.kernels import (
 )
 from clipwise.records.kernels import totals as totals_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
-from clipwise.records.kinds import Convolution, Geometry, Outer
+from clipwise.records.kinds import Convolution, Geometry, Indexed, Outer, cross
 from clipwise.types import InputError
 
 CUDA = torch.cuda.is_available()
@@ -481,6 +481,8 @@ def test_spare_features_change_nothing(q: int) -> None:
     for changed in (wide.masked(torch.tensor([True, False, True])), wide.rows(1, 3), wide.scaled(weights)):
         assert changed.spare == (2, 3)
     assert torch.allclose(wide.merged(3).dense()[0], plain.dense().sum(0), atol=1e-5)
+    table = Indexed(torch.randint(q, (3, 4)), torch.randn(3, 4, 6), plain.shape)
+    assert torch.allclose(cross(table, wide), cross(table, plain), atol=1e-5)
 
 
 @pytest.mark.parametrize("positions", [1, 3])

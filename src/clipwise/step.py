@@ -62,9 +62,9 @@ def private_sum(
     for gradients in chunks:
         if not gradients.samples:
             continue
-        norms, weights, infinite, clean = gradients.weighed(rule, groups)  # [sample, block], twice
+        norms, weights, infinite, holds = gradients.weighed(rule, groups)  # [sample, block], twice
         sums = gradients.weighted_sum(weights, groups)  # before it is known whether it holds: a GPU need not wait
-        if not clean and infinite():
+        if not holds():
             gradients = gradients.masked(norms.isfinite().all(1))
             sums = gradients.weighted_sum(weights, groups)
         if alone and residual is None:

@@ -111,8 +111,8 @@ class CompiledCapture:
 def _padded(rows: Tensor, size: int) -> Tensor:
     """The first row again, to the end: of weight zero, so that it costs nothing in the sum nor in accounting.
 
-    Not rows of zeros: a model may have no finite gradient there, and zero times that is not zero. What is not finite
-    in a copy is not finite in the row itself, which is seen.
+    Not rows of zeros: a model may have no finite gradient there, and zero times that is not zero. Where a copy has none
+    but the row itself has one, which takes dropout, it is left out as a sample would be.
     """
     missing = size - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
@@ -246,10 +246,9 @@ class _Weights:
             self._by(rule, norms)
             if self._times == 2 and norms.is_cuda:
                 self._recorded = self._record(rule, norms)
-        clean = self._clean is not None
-        lost = self._lost.clone()  # which the next chunk leaves alone; sent at once only where somebody is about to ask
-        ask = functools.partial(int, lost) if clean else soon(lost)
-        return Weighed(norms[:samples], self.every[:samples], ask, clean)
+        lost = functools.partial(int, self._lost.clone())  # a copy, which the next chunk leaves alone
+        whole = None if self._clean is not None else soon(norms.isfinite().all())  # rows that only fill it, too
+        return Weighed(norms[:samples], self.every[:samples], lost, lambda: whole is None or bool(whole()))
 
     def forget(self) -> None:
         """Set all records to zero, where that can be done."""
@@ -307,8 +306,8 @@ class _Later(Mapping[str, tuple[Record, ...]]):
 
 def _constants(graph: Callable[..., Any]) -> list[Tensor]:
     """Tensors that a traced graph holds: a model's masks, say."""
-    nodes = graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ()
-    held = [getattr(graph, str(node.target)) for node in nodes if node.op == "get_attr"]
+    modules = graph.modules() if isinstance(graph, nn.Module) else ()
+    held = [value for m in modules for value in (*m.parameters(False), *m.buffers(False), *vars(m).values())]
     return [value for value in held if isinstance(value, Tensor)]
 
 

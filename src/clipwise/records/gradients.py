@@ -34,15 +34,16 @@ GPU the fastest is: where milliseconds stand, norm and sum by each form were tim
 
 
 class Weighed(NamedTuple):
-    """Norms and weights of a chunk, [sample, group] each, and how many samples were left out: ask for that last.
+    """Norms and weights of a chunk, [sample, group] each, how many samples were left out, and whether a sum holds.
 
-    ``clean``: their gradients are exact zeros already, so that nobody need ask before the sum is used.
+    To ask may be to wait for a GPU: last. A sum does not hold where a gradient that is not finite has a part in it,
+    with whatever weight; it does where such gradients are exact zeros already.
     """
 
     norms: Tensor
     weights: Tensor
     lost: Callable[[], int]
-    clean: bool = False
+    holds: Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class SampleGradients:
         """The norms, and what a rule makes of them."""
         norms = self.norms(groups)
         weights, finite = rule(norms, torch.ones(self.samples, dtype=torch.bool, device=norms.device))
-        return Weighed(norms, weights, soon((~finite).sum()))
+        lost = soon((~finite).sum())
+        return Weighed(norms, weights, lost, lambda: not lost())
 
     def inner(self, direction: Gradient) -> Tensor:
         """⟨v_i, u⟩ for a direction with a tensor for each parameter. [sample]."""

@@ -211,8 +211,8 @@ def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
         )  # fmt: skip
     if pairs == 1:  # the kernel has finished the result
         return products[:, 0]
-    total = lengths.sum(1)
-    return products.sum(1).clamp_(min=0).addcmul_(total, total, value=SLACK)
+    # squared before it is scaled: where products overflowed to −∞, which is then 0, so does this
+    return products.sum(1).clamp_(min=0) + SLACK * lengths.sum(1).square()
 
 
 def _pairs(positions: int, block: int) -> int:
@@ -342,6 +342,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         a_sq, b_sq = tl.sqrt(a_sq), tl.sqrt(b_sq)
         lengths = tl.sum(a_sq * b_sq + lost_b * a_sq + lost_a * b_sq)
     if pairs == 1:
-        products = tl.where(products < 0.0, 0.0, products) + slack * lengths * lengths  # NaN stays
+        # NaN stays; −∞ becomes 0, but then the square overflows, too
+        products = tl.where(products < 0.0, 0.0, products) + slack * (lengths * lengths)
     tl.store(out + program, products)
     tl.store(out_lengths + program, lengths)

@@ -45,6 +45,8 @@ def zero_rows(tensors: Sequence[Tensor], rows: int, beside: Iterable[Tensor]) ->
     taken = {t.untyped_storage().data_ptr() for t in beside}
     if triton is None or not floats or not all(t.is_cuda and len(t) == rows and _apart(t) for t in floats):
         return None
+    if len({t.device for t in floats}) > 1:
+        return None
     return None if any(t.untyped_storage().data_ptr() in taken for t in floats) else ZeroRows(floats)
 
 

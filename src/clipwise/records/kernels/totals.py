@@ -56,7 +56,7 @@ def takes(a: Tensor, b: Tensor) -> bool:
 
 def _readable(t: Tensor) -> bool:
     after = len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)  # units follow each other without gaps
-    return t.numel() > 0 and t.stride(2) == 1 and t.stride(1) % 8 == 0 and after
+    return t.numel() > 0 and t.stride(2) == 1 and t.stride(1) % 8 == 0 and t.stride(1) >= t.shape[2] and after
 
 
 def _twin(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache  # for ever: a recorded launch reads its table again at every replay
 def _lines(
     shapes: tuple[tuple[int, int, int, int], ...], block_p: int, block_q: int, device: torch.device
 ) -> tuple[Tensor, int]:

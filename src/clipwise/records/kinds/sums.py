@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,9 +53,9 @@ def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
     # what is yet to be rounded is so one by one: all at once would take as much memory again
     records = [record.padded() if isinstance(record, Outer) else record for record in records]
     outers = {i: outer for i, record in enumerate(records) if (outer := _together(record)) is not None}
-    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for i, outer in outers.items():
-        alike.setdefault((outer.a.dtype, outer.a.shape[:3]), []).append(i)
+        alike.setdefault((outer.a.dtype, outer.a.device, outer.a.shape[:3]), []).append(i)
     sums: dict[int, Tensor] = {}
     for places in alike.values():
         a, b = [outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places]
@@ -81,6 +82,7 @@ def cross(first: Record, second: Record) -> Tensor:
         return cross(first, exact).to(second.scale.dtype) * second.scale
     if isinstance(first, Indexed) and isinstance(second, Outer) and second.a.shape[1] == 1:
         # a table tied to an output layer: ⟨e_id b1ᵀ, b2 a2ᵀ⟩ = b2[id] · ⟨b1, a2⟩, for every pair of positions
+        second = second.unpadded()
         a, b = wide(second.a)[:, 0], second.b[:, 0]
         picked = wide(b.gather(2, first.ids[:, None, :].expand(-1, b.shape[1], -1)))  # [sample, position 2, position 1]
         return (picked * (a @ wide(first.b).to(a.dtype).transpose(1, 2))).sum((1, 2))
