@@ -225,6 +225,12 @@ def test_a_hundred_thousand_steps_take_about_a_second():
     assert time.process_time() - started < 5  # 0.4 s on an idle machine
 
 
+@pytest.mark.parametrize(("noise", "rate"), [(0.25, 1 - 2**-53), (0.35, 1 - 1e-13), (1e200, 0.5), (1e160, 1.0)])
+def test_numbers_at_their_ends_cost_what_their_neighbours_do(noise, rate):
+    got = epsilon(noise_multiplier=noise, delta=1e-5, sampling_rate=rate, steps=5)
+    assert got == epsilon(noise_multiplier=min(noise, 1e100), delta=1e-5, sampling_rate=round(rate, 9), steps=5)
+
+
 def test_of_long_tails_few_cells_are_computed(monkeypatch):
     asked = []
     cell = GaussianPrivacyLoss.inverse_privacy_loss

@@ -47,7 +47,7 @@ TAIL = ROUNDING_PER_RELEASE / 100
 # Each cell of one release's grid takes dp-accounting 3 µs, and the tails have most of the cells and hold next to
 # nothing. So the distribution stands on every cell up to about this many, and further out on losses that are about a
 # 4000th of themselves apart. That rounds up, as a coarser grid does: an ε below 50 grows by less than a millionth of
-# itself. (Above 700, where e^ε overflows, ε is one of these losses.)
+# itself. (Above 700, where e^ε overflows, ε is one of these losses, or infinite.)
 THINNED = 4000
 # dp-accounting inverts the loss of a mixture to within 1e-6, where the noise's standard deviation is this. The error in
 # δ is of second order, ½ · 0.4 · signal · (1e-6/scale)² = 2e-15 · signal per release: kept back too.
@@ -76,12 +76,14 @@ def cost(event: Event) -> Cost | None:
             f"there is no privacy proof for an event of type {type(event).__name__}: write PoissonGaussian("
             "noise_multiplier, sampling_rate), or another of clipwise.types.Event, the releases that accounting knows"
         )
-    sigma = positive("noise_multiplier", event.noise_multiplier)
+    # numbers that dp-accounting can compute with, and that cost no less
+    sigma = min(positive("noise_multiplier", event.noise_multiplier), 1e100)
     if isinstance(event, Gaussian):
         if not (isinstance(event.what, str) and event.what.strip() and event.what.isprintable()):
             raise InputError(f"what must say in a few words what was released, got {event.what!r}")
         return Cost(sigma, 1.0, 0.0)
     rate = fraction("sampling_rate", event.sampling_rate)
+    rate = 1.0 if rate > 1 - 1e-9 else rate
     if isinstance(event, BlockGaussian):
         if not isinstance(event.begins, bool):
             raise InputError(f"begins must be True or False, got {event.begins!r}")
