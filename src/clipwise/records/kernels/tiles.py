@@ -26,7 +26,7 @@ else:
     except ImportError:  # a CPU build of torch comes without it
         triton = tl = constexpr = None
 
-jit: Callable[[Callable[..., Any]], Any] = triton.jit if triton else lambda function: function
+jit: Callable[..., Any] = triton.jit if triton else lambda function=None, **options: function or (lambda plain: plain)
 T = TypeVar("T")
 
 

@@ -195,7 +195,8 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     tl.store(places + first + 15, t15.to(tl.int64))
 
 
-@jit
+# else sizes divisible by 16 are compiled once more, and a Poisson sample has another size at every step
+@jit(do_not_specialize=["layers", "tiles", "work", "size", "units", "units_each"])  # type: ignore[untyped-decorator]
 def _totals_kernel(  # type: ignore[no-untyped-def]
     like, places, lines, weights, room, layers, tiles, work, size, units, units_each,
     positions: constexpr, block_q: constexpr, block_p: constexpr, deep: constexpr,
