@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.kernels.convolution import Ints, Shape, _check, exact
-from clipwise.records.kernels.gram import HALF, SLACK, aligned, lost
+from clipwise.records.kernels.gram import HALF, SLACK, aligned, gram_tile, lost, tile_of
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 from clipwise.types import InputError
 
@@ -222,45 +222,6 @@ def _pairs(positions: int, block: int) -> int:
 
 
 @jit
-def _tile(pair):  # type: ignore[no-untyped-def]
-    """Row and column of a tile on or below the diagonal: pair = down (down + 1)/2 + along."""
-    down = 0
-    row = 1
-    while row * (row + 1) // 2 <= pair:
-        down += 1
-        row += 1
-    return down, pair - down * (down + 1) // 2
-
-
-@jit
-def _gram(  # type: ignore[no-untyped-def]
-    rows, down, along, positions: constexpr, features: constexpr, block: constexpr, deep: constexpr
-):  # fmt: skip
-    """Tile (down, along) of the Gram matrix of rows [position, feature]; read once where it is the only one."""
-    product = tl.zeros([block, block], tl.float32)
-    feature = tl.arange(0, deep)
-    first = down * block + tl.arange(0, block)
-    second = along * block + tl.arange(0, block)
-    for start in range(0, features, deep):
-        real = start + feature < features
-        left = tl.load(
-            rows + first[:, None] * features + (start + feature)[None, :],
-            mask=(first < positions)[:, None] & real[None, :],
-            other=0.0,
-        )
-        if positions <= block:
-            product = tl.dot(left, tl.trans(left), product)
-        else:
-            right = tl.load(
-                rows + second[:, None] * features + (start + feature)[None, :],
-                mask=(second < positions)[:, None] & real[None, :],
-                other=0.0,
-            )
-            product = tl.dot(left, tl.trans(right), product)
-    return product
-
-
-@jit
 def _write(xx, product, down, along, inputs: constexpr, block: constexpr):  # type: ignore[no-untyped-def]
     """A tile of X to xx [position, position]."""
     first = down * block + tl.arange(0, block)[:, None]
@@ -275,8 +236,8 @@ def _input_kernel(  # type: ignore[no-untyped-def]
     """One program: a sample, and one tile of its X."""
     program = tl.program_id(0)
     sample = (program // pairs).to(tl.int64)
-    down, along = _tile(program % pairs)
-    product = _gram(x + sample * (inputs * channels), down, along, inputs, channels, block, deep)
+    down, along = tile_of(program % pairs)
+    product = gram_tile(x + sample * (inputs * channels), down, along, inputs, channels, block, deep)
     _write(xx + sample * (inputs * inputs), product, down, along, inputs, block)
 
 
@@ -304,13 +265,13 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     inputs: constexpr = height * width
     xx += sample * (inputs * inputs)
     if fused:
-        product = _gram(x + sample * (inputs * channels), 0, 0, inputs, channels, block_x, deep)
+        product = gram_tile(x + sample * (inputs * channels), 0, 0, inputs, channels, block_x, deep)
         _write(xx, product, 0, 0, inputs, block_x)
         tl.debug_barrier()  # what other threads of this program wrote is read below
 
     # All is symmetric, and X written only below its diagonal: t ≤ s. Moved alike, they keep their order. What lies side
     # by side in memory is the first axis: Triton then lets neighbouring threads read neighbours, for any geometry.
-    down, along = _tile(program % pairs)
+    down, along = tile_of(program % pairs)
     t = along * block + tl.arange(0, block)[:, None]
     s = down * block + tl.arange(0, block)[None, :]
     wanted = (t <= s) & (s < positions)
@@ -331,7 +292,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         for column in tl.static_range(kernel_x):
             aa += tl.load(first + column * dilation_x * (inputs + 1), mask=(taps & (1 << column)) != 0, other=0.0)
 
-    bb = _gram(b + sample * (positions * outputs), along, down, positions, outputs, block, deep)
+    bb = gram_tile(b + sample * (positions * outputs), along, down, positions, outputs, block, deep)
     same = t == s
     # Where t > s nothing was read: the other factor is not multiplied with 0 there, since it may be infinite.
     products = tl.sum(tl.where(wanted, aa * bb * tl.where(same, 1.0, 2.0), 0.0))

@@ -126,10 +126,21 @@ def launch(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
 
 
 @jit
-def _gram(  # type: ignore[no-untyped-def]
+def tile_of(pair):  # type: ignore[no-untyped-def]
+    """Row and column of a tile on or below the diagonal: pair = down (down + 1)/2 + along."""
+    down = 0
+    row = 1
+    while row * (row + 1) // 2 <= pair:
+        down += 1
+        row += 1
+    return down, pair - down * (down + 1) // 2
+
+
+@jit
+def gram_tile(  # type: ignore[no-untyped-def]
     rows, down, along, positions: constexpr, features: constexpr, block: constexpr, deep: constexpr
 ):  # fmt: skip
-    """Tile (down, along) of the Gram matrix of rows [position, feature]."""
+    """Tile (down, along) of the Gram matrix of rows [position, feature]; read once where it is the only one."""
     product = tl.zeros([block, block], tl.float32)
     feature = tl.arange(0, deep)
     first = down * block + tl.arange(0, block)
@@ -141,12 +152,15 @@ def _gram(  # type: ignore[no-untyped-def]
             mask=(first < positions)[:, None] & real[None, :],
             other=0.0,
         )
-        right = tl.load(
-            rows + second[:, None] * features + (start + feature)[None, :],
-            mask=(second < positions)[:, None] & real[None, :],
-            other=0.0,
-        )
-        product = tl.dot(left, tl.trans(right), product)
+        if positions <= block:
+            product = tl.dot(left, tl.trans(left), product)
+        else:
+            right = tl.load(
+                rows + second[:, None] * features + (start + feature)[None, :],
+                mask=(second < positions)[:, None] & real[None, :],
+                other=0.0,
+            )
+            product = tl.dot(left, tl.trans(right), product)
     return product
 
 
@@ -158,15 +172,9 @@ def _kernel(  # type: ignore[no-untyped-def]
     """One program: a sample, and one tile of both its Gram matrices."""
     program = tl.program_id(0)
     sample = (program // pairs).to(tl.int64)
-    pair = program % pairs
-    down = 0
-    row = 1
-    while row * (row + 1) // 2 <= pair:  # pair = down (down + 1)/2 + along
-        down += 1
-        row += 1
-    along = pair - down * (down + 1) // 2
-    aa = _gram(a + sample * (positions * p), down, along, positions, p, block, deep)
-    bb = _gram(b + sample * (positions * q), down, along, positions, q, block, deep)
+    down, along = tile_of(program % pairs)
+    aa = gram_tile(a + sample * (positions * p), down, along, positions, p, block, deep)
+    bb = gram_tile(b + sample * (positions * q), down, along, positions, q, block, deep)
     twice = tl.where(down == along, 1.0, 2.0)
     tl.store(partial + program, twice * tl.sum(aa * bb))
     # ‖a_s‖‖b_s‖, from the diagonals, and what either matrix may have lost
