@@ -5,8 +5,6 @@ that has Triton when TRITON_INTERPRET=1 is set.
 Gives: agreement to the format's rounding, and never a norm that is too small, also where positions cancel.
 """
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,19 +15,13 @@ from clipwise.records.kernels import convolution_gram as form
 from clipwise.records.kernels.convolution import Shape
 from clipwise.records.kernels.convolution_gram import Tile, convolution_gram_sq_norm
 from clipwise.types import InputError
+from images import CUDA, DEVICE, INTERPRETED, Pair, images, kernel_runs
 
-CUDA = torch.cuda.is_available()
-INTERPRETED = form.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if CUDA and not INTERPRETED else "cpu"
-kernel_runs = pytest.mark.skipif(
-    not (INTERPRETED or (CUDA and form.triton is not None)), reason="needs CUDA, or Triton's interpreter"
-)
 on_cuda = pytest.mark.skipif(not CUDA or form.triton is None, reason="needs CUDA")
 HALF = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]  # the interpreter knows no bfloat16
 
 CLOSE = 1e-5 if DEVICE == "cpu" else 1e-4  # tensor cores may cut off what they add
 
-Pair = tuple[int, int]
 Case = tuple[torch.Tensor, torch.Tensor, Pair, Pair, Pair, Pair]
 
 
@@ -45,11 +37,7 @@ def case(
     dtype: torch.dtype = torch.float64,
 ) -> Case:
     """x and b with large and small samples, and the geometry in the operator's order."""
-    random = torch.Generator().manual_seed(5 * n + channels + outputs)
-    out = [(size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)]
-    scales = torch.logspace(-1, 1, n, dtype=torch.float64).reshape(-1, 1, 1, 1)
-    x = scales * torch.randn(n, channels, *size, generator=random, dtype=torch.float64)
-    b = 0.3 + torch.randn(n, outputs, *out, generator=random, dtype=torch.float64)
+    x, b = images(n, channels, size, outputs, kernel, stride, padding, dilation)
     return x.to(dtype).to(DEVICE), b.to(dtype).to(DEVICE), stride, padding, dilation, kernel
 
 

@@ -5,7 +5,6 @@ has Triton when TRITON_INTERPRET=1 is set.
 Gives: agreement to the format's rounding, and never a norm that is too small by more.
 """
 
-import os
 from dataclasses import replace
 from functools import partial
 
@@ -28,13 +27,7 @@ from clipwise.records.kernels import totals as totals_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
 from clipwise.records.kinds import Convolution, Geometry, Indexed, Outer, cross
 from clipwise.types import InputError
-
-CUDA = torch.cuda.is_available()
-INTERPRETED = convolution.triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if CUDA and not INTERPRETED else "cpu"
-kernel_runs = pytest.mark.skipif(
-    not (INTERPRETED or (CUDA and convolution.triton is not None)), reason="needs CUDA, or Triton's interpreter"
-)
+from images import CUDA, DEVICE, INTERPRETED, images, kernel_runs
 
 Case = tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int], int]
 
@@ -52,11 +45,7 @@ def case(
     dtype: torch.dtype = torch.float64,
 ) -> Case:
     """x and b with large and small samples, and the geometry in the operator's order."""
-    random = torch.Generator().manual_seed(7 * n + channels + outputs)
-    out = [(size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)]
-    scales = torch.logspace(-2, 2, n, dtype=torch.float64).reshape(-1, 1, 1, 1)
-    x = scales * torch.randn(n, channels, *size, generator=random, dtype=torch.float64)
-    b = 0.3 + torch.randn(n, outputs, *out, generator=random, dtype=torch.float64)
+    x, b = images(n, channels, size, outputs, kernel, stride, padding, dilation, decades=2)
     return x.to(dtype), b.to(dtype), stride, padding, dilation, kernel, groups
 
 

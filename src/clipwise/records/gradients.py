@@ -134,8 +134,9 @@ class SampleGradients:
             found = iter(totals([record for records in own.values() for record in records], column))
             for name in names:
                 parts = [together[name]] if name in together else [next(found) for _ in own[name]]
-                zero = torch.zeros_like(self.like[name], dtype=self._dtype) if not parts else parts[0]
-                sums[name] = sum(parts[1:], zero)
+                if not parts:
+                    parts = [torch.zeros_like(self.like[name], dtype=self._dtype)]
+                sums[name] = sum(parts[1:], parts[0])
         return sums
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:
