@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -358,6 +359,7 @@ BATCHES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
     "list": (lambda x, y: [x, y], lambda b: (b[0], b[1])),
     "named tuple": (Pair, lambda b: (b.x, b.y)),
     "dict": (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    "mapping": (lambda x, y: UserDict(x=x, y=y), lambda b: (b["x"], b["y"])),
     "nested": (lambda x, y: ({"x": [x]}, (y,)), lambda b: (b[0]["x"][0], b[1][0])),
     "with a number for all samples": (lambda x, y: (x, y, torch.tensor(2.0)), lambda b: (b[0] * b[2] / 2, b[1])),
     "with things that are no tensors": (lambda x, y: {"x": x, "y": y, "name": "a", "n": 3}, lambda b: (b["x"], b["y"])),

@@ -19,6 +19,7 @@ from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers
 from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
 from clipwise.records.kernels import gram_sq_norm
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
+from clipwise.records.layers import products
 from clipwise.types import InputError
 
 CLOSE = 1e-10
@@ -78,6 +79,23 @@ def test_every_form_gives_the_same_norms_and_sums(name: str, form: str, force: C
     force(form)
     found = assert_exact(case.model(), *case.batch())
     assert {site.form.name for site in found.sites if site.form is not None} == {form}
+
+
+@pytest.mark.parametrize("name", ["deep Linear", "TransformerEncoderLayer", "GPT-2's Conv1D", "product x @ W.T"])
+def test_rows_padded_for_a_kernel_are_passed_on_without_their_padding(
+    name: str, force: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes = lambda a, other: a.shape[2] > 1  # on a GPU, of what is in half precision
+    for module in (products, kinds.outer, kinds.sums):
+        monkeypatch.setattr(module, "by_kernel", takes)
+    force("gram")
+    case = CASES[name]
+    found = assert_exact(case.model(), *case.batch())
+    records = [record for own in found.records.values() for record in own if isinstance(record, Outer)]
+    assert any(max(record.spare) for record in records)
+    for record in records:
+        assert record.a.shape[3] - record.spare[0] == record.unpadded().a.shape[3]
+        assert not record.b[..., record.b.shape[3] - record.spare[1] :].any()
 
 
 def test_streaming_in_pieces_gives_the_same_norms(

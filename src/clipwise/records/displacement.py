@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from clipwise.records import planner
-from clipwise.records.kinds import Dense, Indexed, Outer, Record, joined, wide
+from clipwise.records.kinds import Dense, Indexed, Outer, Record, joined, wide, widened
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
     Pairs may cost a quarter more, for they take no memory. A table is never written, a convolution's weight always.
     """
+    records = tuple(widened(r) for r in records)
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
     spare = len(outers) + sum(isinstance(r, Indexed) for r in records) == len(records)
     if spare and len(outers) == len(records):

@@ -23,7 +23,7 @@ from clipwise.types import Gradient, InputError
 Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
 # norms [sample, group] and which samples are real → weights, and which samples are finite (``step.Rule``)
 FromNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-SMALL = 4096  # numbers of a parameter whose sum takes a GPU less time than a launch
+SMALL = 4096  # numbers of a parameter whose norm or sum takes a GPU less time than a launch
 
 
 EXPLAINED = """
@@ -141,17 +141,22 @@ class SampleGradients:
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:
         """On a GPU, the sums of all parameters that are too small for a launch each, by one product."""
+        small = self._small(names)
+        if not small:
+            return {}
+        rows = torch.cat(list(small.values()), 1)
+        totals = (weights.to(rows.dtype) @ rows).split([own.shape[1] for own in small.values()])
+        return {name: total.reshape(self.like[name].shape) for name, total in zip(small, totals, strict=True)}
+
+    def _small(self, names: Sequence[str]) -> Gradient:
+        """On a GPU, the written gradients of small parameters, [sample, number], where they are of one format."""
         small: Gradient = {}
         for name in names:
             records = self.records.get(name, ())
             alone = records[0] if len(records) == 1 and self.like[name].numel() <= SMALL else None
             if isinstance(alone, Dense) and alone.value.is_cuda:
-                small[name] = wide(alone.value)
-        if len({value.dtype for value in small.values()}) != 1:
-            return {}
-        rows = torch.cat([value.reshape(self.samples, -1) for value in small.values()], 1)
-        totals = (weights.to(rows.dtype) @ rows).split([self.like[name].numel() for name in small])
-        return {name: total.reshape(self.like[name].shape) for name, total in zip(small, totals, strict=True)}
+                small[name] = wide(alone.value).reshape(self.samples, -1)
+        return small if len({value.dtype for value in small.values()}) == 1 else {}
 
     def materialise(self) -> Gradient:
         """v_i written out: [sample, *shape] for each parameter."""
@@ -178,8 +183,11 @@ class SampleGradients:
         return "\n".join(lines)
 
     def _sq_norms(self, names: Sequence[str]) -> Tensor:
-        parts = []
+        small = self._small(names)
+        parts = [Dense(torch.cat(list(small.values()), 1)).sq_norm()] if small else []
         for name in names:
+            if name in small:
+                continue
             records = self._own(name)
             squares = [record.sq_norm() for record in records]
             if len(records) > 1:  # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩, and slack for what may cancel

@@ -1,7 +1,7 @@
 """What a traced pass is made into before it is compiled: less to compute, and no copies that only eager kernels need.
 
 Receives: the graph of a forward and a backward pass, traced together.
-Gives: lean: the same graph with normalisations taken apart, without layout copies and without costly repeats.
+Gives: lean: the same graph with normalisations taken apart, without layout copies, costly repeats and second paddings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COSTLY = (
 
 
 def lean(graph: Any, *example: Any) -> Callable[..., Any]:
-    """The traced graph with normalisations taken apart, without layout copies and without costly repeats.
+    """The traced graph with normalisations taken apart, without layout copies, costly repeats and second paddings.
 
     A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
     gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
@@ -39,7 +39,7 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
     if any(node.target._schema.is_mutable for node in _operators(graph)):
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)
-    return without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart()))
+    return padded_once(without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart())))
 
 
 def _operators(graph: Any) -> list[Any]:
@@ -102,6 +102,42 @@ def without_repeats(graph: Any) -> Any:
             graph.graph.erase_node(node)
     graph.recompile()
     return graph
+
+
+def padded_once(graph: Any) -> Any:
+    """The graph with products of padded rows as they are, where they would be cut and padded again for the product.
+
+    Output gradients of an odd number of features are kept with zeros behind them (``layers.products``), and passed on
+    without; a compiler pads such rows for its product, which is another copy of what may be the largest tensor of all.
+    What the zeros meet is set to zero, too.
+    """
+    for node in _operators(graph):
+        if node.target is not aten.mm.default or (found := _cut(node.args[0])) is None:
+            continue
+        padded, rest = found
+        rows, weight = node.args
+        with graph.graph.inserting_before(node):
+            size = [*rows.meta["val"].shape[:-1], rows.meta["val"].shape[-1] + rest]
+            whole = graph.graph.call_function(aten.reshape.default, (padded, size))
+            more = graph.graph.call_function(aten.constant_pad_nd.default, (weight, [0, 0, 0, rest], 0.0))
+        node.args = (whole, more)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _cut(node: Any) -> tuple[Any, int] | None:
+    """Of rows of which only a padding was cut away: the padded ones, and by how much."""
+    features = node.meta["val"].shape[-1]
+    while node.target in SHAPES and node.args[0].meta["val"].shape[-1] == features:
+        node = node.args[0]
+    if node.target is not aten.slice.Tensor or node.args[0].target is not aten.constant_pad_nd.default:
+        return None
+    padded, *where = node.args
+    rest = padded.meta["val"].shape[-1] - features
+    cut = where == [padded.meta["val"].dim() - 1, 0, features]
+    added = list(padded.args[1]) == [0, rest] and [*padded.args[2:], 0][0] == 0
+    return (padded, rest) if cut and added else None
 
 
 def _narrows(node: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ class Want:
     dtype: torch.dtype
     rule: Callable[..., Tensor]  # (output gradient, *inputs) → the tap's gradient
     finish: Callable[[Tensor], Record]
+    back: Callable[[Tensor], Tensor] | None = None  # the output gradient as a part of the tap's: written once for both
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,14 @@ class Site:
     fallback: bool = False
 
 
+_Rule: TypeAlias = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]  # a Want's rule and back
+
+
 class _Tap(torch.autograd.Function):
     """The output, unchanged; in the backward pass each tap receives what its rule makes of the output's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, rules: Sequence[Callable[..., Tensor]], inputs: int, *rest: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, rules: Sequence[_Rule], inputs: int, *rest: Tensor) -> Tensor:
         ctx.rules, ctx.inputs = rules, inputs
         ctx.save_for_backward(*rest[:inputs])
         return output.view_as(output)
@@ -102,7 +106,10 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        taps = (rule(gradient, *ctx.saved_tensors) for rule in ctx.rules)
+        taps = list[Tensor]()
+        for rule, back in ctx.rules:
+            taps.append(rule(gradient, *ctx.saved_tensors))
+            gradient = gradient if back is None else back(taps[-1])
         return (gradient, None, None, *(None,) * ctx.inputs, *taps)
 
 
@@ -128,7 +135,7 @@ class Tape:
         taps = [output.new_zeros((), dtype=w.dtype).expand(tuple(w.shape)).requires_grad_() for w in wants]
         for tap, want in zip(taps, wants, strict=True):
             self.leaf(tap, want.source, want.finish)
-        rules = tuple(w.rule for w in wants)
+        rules = tuple((w.rule, w.back) for w in wants)
         tapped: Tensor = _Tap.apply(output, rules, len(inputs), *detached, *taps)  # type: ignore[no-untyped-call]
         return tapped
 
@@ -235,13 +242,13 @@ def from_units(tensor: Tensor, rows: Rows, like: Sequence[int]) -> Tensor:
 
 
 def tensors(*trees: object) -> Iterator[Tensor]:
-    """Every tensor in arguments, in order; lists, tuples and dictionaries are looked into."""
+    """Every tensor in arguments, in order; lists, tuples and mappings are looked into."""
     for tree in trees:
         if isinstance(tree, Tensor):
             yield tree
         elif isinstance(tree, (list, tuple)):
             yield from tensors(*tree)
-        elif isinstance(tree, dict):
+        elif isinstance(tree, Mapping):
             yield from tensors(*tree.values())
 
 
@@ -249,11 +256,17 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     """The same arguments with each tensor replaced."""
     if isinstance(tree, Tensor):
         return function(tree)
+    return _rebuilt(tree, lambda part: mapped(part, function))
+
+
+def _rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """A list, tuple or mapping of changed parts; anything else as it is."""
     if isinstance(tree, (list, tuple)):
-        parts = [mapped(part, function) for part in tree]
+        parts = [change(part) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, dict):
-        return {key: mapped(value, function) for key, value in tree.items()}
+    if isinstance(tree, Mapping):
+        items = {key: change(value) for key, value in tree.items()}
+        return items if isinstance(tree, dict) else type(tree)(items)  # type: ignore[call-arg]
     return tree
 
 
@@ -287,10 +300,4 @@ class _Place(int):
 
 
 def _filled(tree: Any, values: Sequence[Tensor]) -> Any:
-    if isinstance(tree, _Place):
-        return values[tree]
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_filled(part, values) for part in tree)
-    if isinstance(tree, dict):
-        return {key: _filled(value, values) for key, value in tree.items()}
-    return tree
+    return values[tree] if isinstance(tree, _Place) else _rebuilt(tree, lambda part: _filled(part, values))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.kernels.convolution import Ints, Shape, _check, exact
-from clipwise.records.kernels.gram import HALF, SLACK, aligned, gram_tile, lost, tile_of
+from clipwise.records.kernels.gram import HALF, SLACK, added_up, aligned, finished, gram_tile, lost, tile_of
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 from clipwise.types import InputError
 
@@ -209,10 +209,7 @@ def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
             block=tile.block, fused=tile.fused, slack=SLACK, lost_a=lost(shape.columns), lost_b=lost(shape.outputs),
             **how,
         )  # fmt: skip
-    if pairs == 1:  # the kernel has finished the result
-        return products[:, 0]
-    # squared before it is scaled: where products overflowed to −∞, which is then 0, so does this
-    return products.sum(1).clamp_(min=0) + SLACK * lengths.sum(1).square()
+    return added_up(products, lengths)
 
 
 def _pairs(positions: int, block: int) -> int:
@@ -303,7 +300,6 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         a_sq, b_sq = tl.sqrt(a_sq), tl.sqrt(b_sq)
         lengths = tl.sum(a_sq * b_sq + lost_b * a_sq + lost_a * b_sq)
     if pairs == 1:
-        # NaN stays; −∞ becomes 0, but then the square overflows, too
-        products = tl.where(products < 0.0, 0.0, products) + slack * (lengths * lengths)
+        products = finished(products, lengths, slack)
     tl.store(out + program, products)
     tl.store(out_lengths + program, lengths)

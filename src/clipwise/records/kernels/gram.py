@@ -17,6 +17,7 @@ from torch import Tensor
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 
 HALF = (torch.bfloat16, torch.float16)
+EVEN = 8  # features in half precision that a GPU reads at once, 16 bytes
 SLACK = 4 * torch.finfo(torch.float32).eps
 
 
@@ -42,8 +43,8 @@ def lost(features: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """[…, feature] contiguous, zero features added up to a multiple of eight: a GPU can then read 16 bytes at once."""
-    rest = -rows.shape[-1] % 8
+    """[…, feature] contiguous, zero features added up to a multiple of EVEN."""
+    rest = -rows.shape[-1] % EVEN
     return torch.nn.functional.pad(rows, (0, rest)) if rest else rows.contiguous()
 
 
@@ -118,11 +119,37 @@ def launch(a: Tensor, b: Tensor, tile: Tile) -> Tensor:
     options = asdict(tile)
     warps, stages = options.pop("warps"), options.pop("stages")
     _kernel[(a.shape[0] * pairs,)](
-        a, b, sums, a.shape[0] * pairs, positions=a.shape[1], p=a.shape[2], q=b.shape[2], pairs=pairs,
+        a, b, sums, a.shape[0] * pairs, positions=a.shape[1], p=a.shape[2], q=b.shape[2], pairs=pairs, slack=SLACK,
         lost_a=lost(a.shape[2]), lost_b=lost(b.shape[2]), **options, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    products, lengths = sums.sum(2).unbind(0)
-    return products.clamp(min=0) + SLACK * lengths.square()
+    return added_up(*sums.unbind(0))
+
+
+def added_up(products: Tensor, lengths: Tensor) -> Tensor:
+    """A sample's result from what its programs stored, [sample, pair]: by one launch, or by none. [sample]."""
+    samples, pairs = products.shape
+    if pairs == 1:  # the program has finished it
+        return products[:, 0]
+    out = torch.empty(samples, dtype=torch.float32, device=products.device)
+    _add_up_kernel[(samples,)](products, lengths, out, pairs=pairs, block=power(pairs, 16, 1 << 20), slack=SLACK)
+    return out
+
+
+@jit
+def finished(products, lengths, slack: constexpr):  # type: ignore[no-untyped-def]
+    """‖v‖² with what rounding may have taken. NaN stays; −∞ becomes 0, but then the square overflows, too."""
+    return tl.where(products < 0.0, 0.0, products) + slack * (lengths * lengths)
+
+
+@jit
+def _add_up_kernel(products, lengths, out, pairs: constexpr, block: constexpr, slack: constexpr):  # type: ignore[no-untyped-def]
+    """One program: a sample."""
+    sample = tl.program_id(0)
+    pair = tl.arange(0, block)
+    own = sample.to(tl.int64) * pairs + pair
+    product = tl.sum(tl.load(products + own, mask=pair < pairs, other=0.0))
+    length = tl.sum(tl.load(lengths + own, mask=pair < pairs, other=0.0))
+    tl.store(out + sample, finished(product, length, slack))
 
 
 @jit
@@ -166,7 +193,7 @@ def gram_tile(  # type: ignore[no-untyped-def]
 
 @jit
 def _kernel(  # type: ignore[no-untyped-def]
-    a, b, partial, programs, positions: constexpr, p: constexpr, q: constexpr, pairs: constexpr,
+    a, b, partial, programs, positions: constexpr, p: constexpr, q: constexpr, pairs: constexpr, slack: constexpr,
     lost_a: constexpr, lost_b: constexpr, block: constexpr, deep: constexpr,
 ):  # fmt: skip
     """One program: a sample, and one tile of both its Gram matrices."""
@@ -175,10 +202,13 @@ def _kernel(  # type: ignore[no-untyped-def]
     down, along = tile_of(program % pairs)
     aa = gram_tile(a + sample * (positions * p), down, along, positions, p, block, deep)
     bb = gram_tile(b + sample * (positions * q), down, along, positions, q, block, deep)
-    twice = tl.where(down == along, 1.0, 2.0)
-    tl.store(partial + program, twice * tl.sum(aa * bb))
+    products = tl.where(down == along, 1.0, 2.0) * tl.sum(aa * bb)
     # ‖a_s‖‖b_s‖, from the diagonals, and what either matrix may have lost
     same = tl.arange(0, block)[:, None] == tl.arange(0, block)[None, :]
     one, other = tl.sqrt(tl.maximum(aa, 0.0)), tl.sqrt(tl.maximum(bb, 0.0))
     lengths = tl.sum(tl.where(same, one * other + lost_b * one + lost_a * other, 0.0))
-    tl.store(partial + programs + program, tl.where(down == along, lengths, 0.0))
+    if pairs == 1:
+        tl.store(partial + program, finished(products, lengths, slack))
+    else:
+        tl.store(partial + program, products)
+        tl.store(partial + programs + program, tl.where(down == along, lengths, 0.0))

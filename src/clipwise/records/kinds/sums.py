@@ -91,7 +91,7 @@ def cross(first: Record, second: Record) -> Tensor:
 
 def joined(records: Sequence[Record]) -> tuple[Record, ...]:
     """The same sum in fewer records: those of one kind are added where adding is concatenation or plain addition."""
-    records = [widened(r) for r in records]  # what is of no kind below would be lost
+    records = [r.widened() if isinstance(r, Halved) else r for r in records]  # what is no kind below would be lost
     outers = [r for r in records if isinstance(r, Outer)]
     indexed = [r for r in records if isinstance(r, Indexed)]
     dense = [r for r in records if isinstance(r, Dense)]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipwise.records.displacement import cut
+from clipwise.records.displacement import Own, cut
+from clipwise.records.kernels.gram import EVEN, aligned
 from clipwise.records.kinds import Dense, Outer, outer_form, wide
+from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, mixing, seen_format
-from clipwise.records.tape import Want, by_sample, by_unit, from_units
+from clipwise.records.tape import Rows, Want, by_sample, by_unit, from_units
 from clipwise.types import Refused
 
 
@@ -71,7 +74,8 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        a = as_seen(cut(by_sample(x, rows, n)).reshape(n, 1, -1, x.shape[-1]), output)
+        # cast as it came, like autocast's own copy for the product: a compiler then writes one for both
+        a = by_sample(as_seen(cut(x), output), rows, n).reshape(n, 1, -1, x.shape[-1])
         positions, q = a.shape[2], features
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
         form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)  # else it is always written
@@ -79,19 +83,29 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
         out = m.out
 
         def record(a: Tensor, b: Tensor) -> Outer:
-            b = by_sample(b, out, n).reshape(n, 1, positions, q)
-            return Outer(b, a, shape) if swap else Outer(a, b, shape)
+            b = by_sample(b, out, n).reshape(n, 1, positions, b.shape[-1])
+            spare = b.shape[-1] - q
+            return Outer(b, a, shape, (spare, 0)) if swap else Outer(a, b, shape, (0, spare))
 
         if m.tape.writes(form, source):
             dtype = torch.promote_types(wide(a).dtype, wide(output).dtype)
             wants.append(Want(source, (n, *shape), dtype, lambda b, a: record(a, b).dense(), Dense))
             saved = [a]
+        elif (rest := -q % EVEN) and by_kernel(a, output.dtype):  # logits, say: rows that a kernel can read
+            size = (*output.shape[:-1], q + rest)
+            wants.append(
+                Want(source, size, output.dtype, _padded, functools.partial(record, a), back=lambda b: b[..., :q])
+            )
         else:
             wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, a)))
         m.tape.site([source], m.call.label, form)
     out_rows = m.out
     keep = lambda b: wide(by_sample(b, out_rows, n)).reshape(n, -1, features).sum(1)  # noqa: E731
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
+
+
+def _padded(b: Tensor, *_: Tensor) -> Tensor:
+    return aligned(b)
 
 
 def _product(
@@ -109,9 +123,14 @@ def _product(
     if (own is None and offset is None) or rows is None:
         return plain(m.value(bias))
     units = m.samples // (own or offset).views  # type: ignore[union-attr]
-    inputs = wide(by_unit(x, rows, units))
     turned = source is not None and flip != source.flipped  # the parameter is [p, q]
     added = None if offset is None else cut(offset.value)[:, None]
+    if own is not None and own.factored and not m.tape.dual:
+        call = lambda: plain(m.value(bias) if offset is None else None)  # noqa: E731
+        matrix = m.value(weight).mT if flip else m.value(weight)
+        y: Tensor = _Factored.apply(x, call, matrix, own, added, rows, units, turned)  # type: ignore[no-untyped-call]
+        return y
+    inputs = wide(by_unit(x, rows, units))
     if own is None or own.factored:
         base = plain(m.value(bias) if offset is None else None)
         with full_precision(x):
@@ -120,8 +139,41 @@ def _product(
             y = y if added is None else y + added
         return from_units(y, rows, x.shape).to(base.dtype)
     with full_precision(x):
-        values = cut(own.value) if turned else cut(own.value).mT
+        values = own.lent if turned else own.lent.mT
         if added is None and bias is not None:
             added = wide(m.value(bias))
         y = inputs @ values if added is None else torch.baddbmm(added, inputs, values)
     return from_units(y, rows, x.shape).to(seen_format(x))
+
+
+class _Factored(torch.autograd.Function):
+    """x Wᵀ + x (c v)ᵀ: in the backward pass, too, the second is added to the first where it lies."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        plain: Callable[[], Tensor],
+        matrix: Tensor,
+        own: Own,
+        added: Tensor | None,
+        rows: Rows,
+        units: int,
+        turned: bool,
+    ) -> Tensor:
+        ctx.matrix, ctx.own, ctx.rows, ctx.units, ctx.turned, ctx.dtype = matrix, own, rows, units, turned, x.dtype
+        base = plain()
+        with full_precision(x):
+            y = own.product(wide(by_unit(base, rows, units)), wide(by_unit(x, rows, units)), turned=turned)
+            y = y if added is None else y + added
+        return from_units(y, rows, x.shape).to(base.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 8
+        (b,) = gradients
+        with full_precision(b):
+            base = wide(by_unit(b @ ctx.matrix.to(b.dtype), ctx.rows, ctx.units))
+            x = ctx.own.product(base, wide(by_unit(b, ctx.rows, ctx.units)), turned=not ctx.turned)
+        return (from_units(x, ctx.rows, b.shape).to(ctx.dtype), *(None,) * 7)
