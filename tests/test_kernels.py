@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from clipwise.records import kinds
 from clipwise.records.kernels import (
     convolution,
     convolution_dense,
@@ -21,11 +22,13 @@ from clipwise.records.kernels import (
     convolution_total,
     gram,
     gram_sq_norm,
+    outer_gram_sq_norms,
     outer_totals,
 )
+from clipwise.records.kernels import norms as norms_kernel
 from clipwise.records.kernels import totals as totals_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
-from clipwise.records.kinds import Convolution, Geometry, Indexed, Outer, cross
+from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, cross, sq_norms
 from clipwise.types import InputError
 from images import CUDA, DEVICE, INTERPRETED, images, kernel_runs
 
@@ -442,6 +445,53 @@ def test_sums_of_many_linear_layers_are_those_of_each(positions: int) -> None:
         pieces = totals_kernel.launch(a, b, weights, small).split([exact.numel() for exact in expected])
         for found, exact in zip(pieces, expected, strict=True):
             assert (found.view(exact.shape) - exact).norm() <= 1e-5 * exact.norm()
+
+
+@kernel_runs
+@pytest.mark.parametrize("positions", [2, 16, 40, 128, 197])
+def test_gram_norms_of_many_linear_layers_are_those_of_each(positions: int) -> None:
+    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU that fetches tiles by itself")
+    a, b = linear_layers(3, positions, torch.float16)
+    b[0][1] = 0
+    b[1] = b[1] * 2.0**-14  # near the smallest numbers of its format
+    b[3][2, :, 0] = torch.nan
+    products = [torch.einsum("nsq,nsp->nqp", y.double(), x.double()) for x, y in zip(a, b, strict=True)]
+    expected = torch.stack([v.square().sum((1, 2)) for v in products])
+    lengths = torch.stack([(x.double().norm(dim=2) * y.double().norm(dim=2)).sum(1) for x, y in zip(a, b, strict=True)])
+    for tile in norms_kernel.candidates(positions):
+        found = norms_kernel.launch(a, b, tile)
+        assert found[3, 2].isnan() and expected[3, 2].isnan()
+        real = expected.isfinite()
+        assert (found[real] >= (1 - 1e-6) * expected[real]).all()  # a norm is never under-estimated
+        most = (1 + 1e-5) * expected + 2 * gram.SLACK * lengths.square() + 1e-20
+        assert (found[real] <= most[real]).all()
+        assert found[0, 1] < 1e-20 and torch.equal(found[real], norms_kernel.launch(a, b, tile)[real])
+
+
+def test_gram_norms_of_linear_layers_elsewhere_are_the_twin_s_and_what_does_not_fit_is_refused() -> None:
+    a, b = linear_layers(3, 5, torch.float32)
+    expected = torch.stack([torch.einsum("nsq,nsp->nqp", y, x).square().sum((1, 2)) for x, y in zip(a, b, strict=True)])
+    assert torch.allclose(outer_gram_sq_norms(a, b), expected, rtol=1e-4)
+    torch.library.opcheck(torch.ops.clipwise.outer_gram_sq_norms.default, (a, b))
+    for wrong in [(a, b[:3]), ([t[:2] for t in a], b), ([], [])]:
+        with pytest.raises(InputError, match="expected"):
+            outer_gram_sq_norms(*wrong)
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_norms_of_layers_taken_together_are_those_of_each(halved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kinds.outer, kinds.sums):
+        monkeypatch.setattr(module, "by_kernel", lambda a, other: a.shape[2] > 1)
+    monkeypatch.setattr(kinds.sums, "takes", lambda a, b: True)
+    torch.manual_seed(0)
+    sizes = [(3, 6, 5), (3, 4, 7), (1, 6, 4), (5, 3, 2)]  # positions, p, q
+    records = [Outer(torch.randn(4, 1, t, p), torch.randn(4, 1, t, q), torch.Size([q, p])) for t, p, q in sizes]
+    expected = sum(record.sq_norm() for record in records)
+    together = [record.halved() if halved and i < 2 else record for i, record in enumerate(records)]
+    parts = sq_norms([*together, Dense(torch.ones(4, 2))])
+    assert len(parts) == 4  # three positions each, five, one, and what is no linear layer's
+    assert torch.allclose(sum(parts), expected + 2, rtol=1e-2 if halved else 1e-5)
 
 
 def test_sums_of_linear_layers_elsewhere_are_the_twin_s_and_what_does_not_fit_is_refused() -> None:

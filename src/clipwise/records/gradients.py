@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.records.kinds import Dense, Record, beside, cross, joined, totals, wide
+from clipwise.records.kinds import Dense, Record, beside, cross, joined, sq_norms, totals, wide
 from clipwise.records.planner import Form
 from clipwise.records.tape import Site
 from clipwise.records.timing import timed
@@ -184,18 +184,15 @@ class SampleGradients:
 
     def _sq_norms(self, names: Sequence[str]) -> Tensor:
         small = self._small(names)
+        own = [self._own(name) for name in names if name not in small]
         parts = [Dense(torch.cat(list(small.values()), 1)).sq_norm()] if small else []
-        for name in names:
-            if name in small:
-                continue
-            records = self._own(name)
-            squares = [record.sq_norm() for record in records]
+        parts += sq_norms([records[0] for records in own if len(records) == 1])
+        for records in own:
             if len(records) > 1:  # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩, and slack for what may cancel
-                whole = torch.stack([square.to(self._dtype).sqrt() for square in squares]).sum(0)
-                squares += [2 * cross(u, v) for i, u in enumerate(records) for v in records[:i]]
-                squares = [square.to(self._dtype) for square in squares]
-                squares.append(4 * torch.finfo(self._dtype).eps * whole.square())
-            parts += squares
+                squares = [record.sq_norm().to(self._dtype) for record in records]
+                whole = torch.stack([square.sqrt() for square in squares]).sum(0)
+                crossed = [2 * cross(u, v).to(self._dtype) for i, u in enumerate(records) for v in records[:i]]
+                parts += [*squares, *crossed, 4 * torch.finfo(self._dtype).eps * whole.square()]
         return torch.stack(parts).sum(0).clamp(min=0) if parts else self._zeros()
 
     def _own(self, name: str) -> tuple[Record, ...]:

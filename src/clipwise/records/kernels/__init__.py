@@ -7,6 +7,7 @@ Gives: torch operators that compilers see as one node; without Triton the same o
 from clipwise.records.kernels.convolution import convolution_dense, convolution_sq_norm, convolution_total
 from clipwise.records.kernels.convolution_gram import convolution_gram_sq_norm
 from clipwise.records.kernels.gram import gram_sq_norm
+from clipwise.records.kernels.norms import outer_gram_sq_norms
 from clipwise.records.kernels.rows import ZeroRows, zero_rows
 from clipwise.records.kernels.totals import outer_totals
 
@@ -17,6 +18,7 @@ __all__ = [
     "convolution_sq_norm",
     "convolution_total",
     "gram_sq_norm",
+    "outer_gram_sq_norms",
     "outer_totals",
     "zero_rows",
 ]

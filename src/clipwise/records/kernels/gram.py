@@ -61,12 +61,13 @@ def _twin(a: Tensor, b: Tensor) -> Tensor:
     return ((aa * bb).sum((2, 3)).clamp(min=0) + slack).sum(1)
 
 
-def _one_block(a: Tensor, b: Tensor) -> Tensor:
+def exact(a: Tensor, b: Tensor) -> Tensor:
+    """The same in float64, where half precision's products are exact, of one block: a [sample, position, p]."""
     return _twin(a[:, None].double(), b[:, None].double()).float()
 
 
 _operator = torch.library.custom_op(
-    "clipwise::gram_sq_norm", _one_block, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
+    "clipwise::gram_sq_norm", exact, mutates_args=(), schema="(Tensor a, Tensor b) -> Tensor"
 )
 
 
@@ -79,7 +80,7 @@ def _fake(a: Tensor, b: Tensor) -> Tensor:
 def _cuda(a: Tensor, b: Tensor) -> Tensor:
     able = triton is not None and torch.cuda.get_device_capability(a.device) >= (8, 0)
     if not able or a.dtype not in HALF or a.shape[0] == 0:  # float32 would be rounded to TF32
-        return _one_block(a, b)
+        return exact(a, b)
     a, b = a.contiguous(), b.contiguous()
     tiles = candidates(a.shape[1])
     with torch.cuda.device(a.device):
@@ -90,7 +91,7 @@ def _cuda(a: Tensor, b: Tensor) -> Tensor:
 
 def _agrees(a: Tensor, b: Tensor, tile: Tile) -> bool:
     some = like_random(a[:2]), like_random(b[:2])
-    expected = _one_block(*some)
+    expected = exact(*some)
     return bool((launch(*some, tile) - expected).norm() <= 1e-3 * expected.norm())
 
 
@@ -202,13 +203,21 @@ def _kernel(  # type: ignore[no-untyped-def]
     down, along = tile_of(program % pairs)
     aa = gram_tile(a + sample * (positions * p), down, along, positions, p, block, deep)
     bb = gram_tile(b + sample * (positions * q), down, along, positions, q, block, deep)
-    products = tl.where(down == along, 1.0, 2.0) * tl.sum(aa * bb)
-    # ‖a_s‖‖b_s‖, from the diagonals, and what either matrix may have lost
+    keep_tile(partial, program, programs, aa, bb, down == along, lost_a, lost_b, pairs, slack, block)
+
+
+@jit
+def keep_tile(  # type: ignore[no-untyped-def]
+    sums, place, programs, aa, bb, diagonal, lost_a, lost_b, pairs: constexpr, slack: constexpr, block: constexpr
+):  # fmt: skip
+    """Store what is kept of a tile of both Gram matrices: ⟨aa, bb⟩ and, for rounding, Σ_s ‖a_s‖‖b_s‖."""
+    products = tl.where(diagonal, 1.0, 2.0) * tl.sum(aa * bb)
+    # the lengths from the diagonals, and with them what either matrix may have lost
     same = tl.arange(0, block)[:, None] == tl.arange(0, block)[None, :]
     one, other = tl.sqrt(tl.maximum(aa, 0.0)), tl.sqrt(tl.maximum(bb, 0.0))
     lengths = tl.sum(tl.where(same, one * other + lost_b * one + lost_a * other, 0.0))
     if pairs == 1:
-        tl.store(partial + program, finished(products, lengths, slack))
+        tl.store(sums + place, finished(products, lengths, slack))
     else:
-        tl.store(partial + program, products)
-        tl.store(partial + programs + program, tl.where(down == along, lengths, 0.0))
+        tl.store(sums + place, products)
+        tl.store(sums + programs + place, tl.where(diagonal, lengths, 0.0))

@@ -3,7 +3,7 @@
 Receives: each layer's inputs a [unit, position, p] and output gradients b [unit, position, q], in half precision, all
 of as many units and positions, and weights [layer, unit].
 Gives: the operator clipwise::outer_totals: a Triton kernel on GPUs that fetch tiles by themselves (Hopper and later), a
-plain twin elsewhere; ``takes`` says whether two factors can have a part in it.
+plain twin elsewhere.
 
 One layer alone has too few tiles to keep a large device busy, or has to be summed in parts that are then added. All
 layers' tiles together fill it, whatever the layers' sizes. As in ``convolution``, w_i multiplies the finished v_i: no
@@ -19,11 +19,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels.gram import HALF
-from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, tl, triton
+from clipwise.records.kernels.many import check, fit, written_places
+from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, tl
 from clipwise.types import InputError
-
-BATCH = 16  # places of layers that are written down by one launch
 
 
 def outer_totals(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
@@ -32,31 +30,12 @@ def outer_totals(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor) -> l
     Guarantees: summed in float32, each v_i before its weight; no atomics, so that within a process the same input gives
     the same bits. Edge cases: a unit that is not finite spoils the sums even with weight 0: mask it first.
     """
-    if not a or len(a) != len(b) or weights.shape != (len(a), len(a[0])):
-        raise InputError(
-            f"expected as many a as b and weights [layer, unit], got {len(a)}, {len(b)} and {tuple(weights.shape)}"
-        )
-    for one, other in zip(a, b, strict=True):  # the kernel reads wherever these numbers point
-        if (
-            one.shape[:2] != a[0].shape[:2]
-            or other.shape[:2] != a[0].shape[:2]
-            or {one.dtype, other.dtype} != {a[0].dtype}
-        ):
-            raise InputError("expected factors of one format with as many units and positions each")
+    check(a, b)
+    if weights.shape != (len(a), len(a[0])):
+        raise InputError(f"expected weights [layer, unit], {len(a)} × {len(a[0])}, got {tuple(weights.shape)}")
     sizes = [(y.shape[2], x.shape[2]) for x, y in zip(a, b, strict=True)]
     pieces = _operator(list(a), list(b), weights).split([q * p for q, p in sizes])
     return [piece.view(size) for piece, size in zip(pieces, sizes, strict=True)]
-
-
-def takes(a: Tensor, b: Tensor) -> bool:
-    """Whether a layer's factors [unit, position, feature] can have a part: rows begin where 16 bytes can be read."""
-    able = triton is not None and a.is_cuda and torch.cuda.get_device_capability(a.device) >= (9, 0)
-    return able and a.dtype in HALF and a.dtype == b.dtype and _readable(a) and _readable(b)
-
-
-def _readable(t: Tensor) -> bool:
-    after = len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)  # units follow each other without gaps
-    return t.numel() > 0 and t.stride(2) == 1 and t.stride(1) % 8 == 0 and t.stride(1) >= t.shape[2] and after
 
 
 def _twin(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -80,7 +59,7 @@ def _fake(a: list[Tensor], b: list[Tensor], weights: Tensor) -> Tensor:
 
 @_operator.register_kernel("cuda")
 def _cuda(a: list[Tensor], b: list[Tensor], weights: Tensor) -> Tensor:
-    if not all(map(takes, a, b)) or any(t.data_ptr() % 16 for t in (*a, *b)):
+    if not fit(a, b):
         return _twin(a, b, weights)
     weights = weights.float().contiguous()
     shapes = tuple((x.shape[2], y.shape[2], x.stride(1), y.stride(1)) for x, y in zip(a, b, strict=True))
@@ -136,27 +115,13 @@ def launch(a: Sequence[Tensor], b: Sequence[Tensor], weights: Tensor, tile: Tile
     )  # of the units, where layers are too few or small for all processors
     size = sum(x.shape[2] * y.shape[2] for x, y in zip(a, b, strict=True))
     room = torch.empty(parts, size, dtype=torch.float32, device=device)
-    # Addresses are written by a kernel: one that is recorded would read a copy from the host again at every replay.
-    count = -(-2 * len(a) // BATCH) * BATCH
-    places = torch.empty(count, dtype=torch.long, device=device)
-    factors = [t for pair in zip(a, b, strict=True) for t in pair]
-    factors += [factors[-1]] * (count - len(factors))
-    for first in range(0, count, BATCH):
-        _places_kernel[(1,)](places, first, *factors[first : first + BATCH])
-    if device.type == "cuda":
-        triton.set_allocator(_scratch)
     options = asdict(tile)
     warps, stages = options.pop("warps"), options.pop("stages")
     _totals_kernel[(min(tiles * parts, processors),)](
-        a[0], places, lines, weights, room, len(a), tiles, tiles * parts, size, units, -(-units // parts),
+        a[0], written_places(a, b), lines, weights, room, len(a), tiles, tiles * parts, size, units, -(-units // parts),
         positions=positions, **options, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return room.sum(0) if parts > 1 else room[0]
-
-
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where Triton keeps its descriptions of tensors while a kernel runs."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @functools.cache  # for ever: a recorded launch reads its table again at every replay
@@ -170,29 +135,6 @@ def _lines(
         place += p * q
         tiles += -(-p // block_p) * -(-q // block_q)
     return torch.tensor(lines, dtype=torch.long).to(device), tiles
-
-
-@jit
-def _places_kernel(  # type: ignore[no-untyped-def]
-    places, first, t0, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15
-):  # fmt: skip
-    """Write down where tensors lie."""
-    tl.store(places + first + 0, t0.to(tl.int64))
-    tl.store(places + first + 1, t1.to(tl.int64))
-    tl.store(places + first + 2, t2.to(tl.int64))
-    tl.store(places + first + 3, t3.to(tl.int64))
-    tl.store(places + first + 4, t4.to(tl.int64))
-    tl.store(places + first + 5, t5.to(tl.int64))
-    tl.store(places + first + 6, t6.to(tl.int64))
-    tl.store(places + first + 7, t7.to(tl.int64))
-    tl.store(places + first + 8, t8.to(tl.int64))
-    tl.store(places + first + 9, t9.to(tl.int64))
-    tl.store(places + first + 10, t10.to(tl.int64))
-    tl.store(places + first + 11, t11.to(tl.int64))
-    tl.store(places + first + 12, t12.to(tl.int64))
-    tl.store(places + first + 13, t13.to(tl.int64))
-    tl.store(places + first + 14, t14.to(tl.int64))
-    tl.store(places + first + 15, t15.to(tl.int64))
 
 
 # else sizes divisible by 16 are compiled once more, and a Poisson sample has another size at every step

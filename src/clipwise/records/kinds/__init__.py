@@ -14,7 +14,7 @@ from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
 from clipwise.records.kinds.record import Record, wide
-from clipwise.records.kinds.sums import beside, cross, joined, summed, totals, widened
+from clipwise.records.kinds.sums import beside, cross, joined, sq_norms, summed, totals, widened
 
 __all__ = [
     "PIECE",
@@ -29,6 +29,7 @@ __all__ = [
     "cross",
     "joined",
     "outer_form",
+    "sq_norms",
     "summed",
     "totals",
     "wide",

@@ -1,21 +1,21 @@
 """What takes records of any kind: their sum, their inner products, and the change to rounded factors and back.
 
 Receives: records of one parameter, of whatever kinds.
-Gives: joined: their sum in fewer records; totals: weighted sums over samples; cross: inner products; summed and beside:
-with factors as norms and sums take them; widened: with the whole algebra again.
+Gives: joined: their sum in fewer records; sq_norms and totals: norms of each, and weighted sums over samples; cross:
+inner products; summed and beside: with factors as norms and sums take them; widened: with the whole algebra again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels import outer_totals
-from clipwise.records.kernels.totals import takes
+from clipwise.records.kernels import outer_gram_sq_norms, outer_totals
+from clipwise.records.kernels.many import takes
 from clipwise.records.kinds.convolution import Convolution
 from clipwise.records.kinds.dense import Dense
 from clipwise.records.kinds.halved import Halved
@@ -48,28 +48,50 @@ def widened(record: Record) -> Record:
     return record.unpadded() if isinstance(record, Outer) else record
 
 
+def sq_norms(records: Sequence[Record]) -> list[Tensor]:
+    """What adds up to Σ ‖v_i‖² over all records, [sample]; Gram forms of linear layers by one launch where one can."""
+    records, outers = _outers(records)
+    outers = {i: outer for i, outer in outers.items() if outer.form.kept == "gram"}
+    parts = [record.sq_norm() for i, record in enumerate(records) if i not in outers]
+    for places in _alike(outers):
+        squares = outer_gram_sq_norms([outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places])
+        if any(isinstance(records[i], Halved) for i in places):
+            one = torch.ones_like(squares[0])
+            scales = torch.stack([record.scale if isinstance(record := records[i], Halved) else one for i in places])
+            squares = squares * scales * scales
+        parts.append(squares.sum(0))
+    return parts
+
+
 def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
     """Σ_i w_i v_i of each record, of whatever parameters: those of linear layers together where a kernel can."""
-    # what is yet to be rounded is so one by one: all at once would take as much memory again
-    records = [record.padded() if isinstance(record, Outer) else record for record in records]
-    outers = {i: outer for i, record in enumerate(records) if (outer := _together(record)) is not None}
-    alike: dict[Any, list[int]] = {}
-    for i, outer in outers.items():
-        alike.setdefault((outer.a.dtype, outer.a.device, outer.a.shape[:3]), []).append(i)
+    records, outers = _outers(records)
     sums: dict[int, Tensor] = {}
-    for places in alike.values():
+    for places in _alike(outers):
         a, b = [outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places]
         own = [weights * record.scale if isinstance(record := records[i], Halved) else weights for i in places]
         sums |= dict(zip(places, outer_totals(a, b, torch.stack(own)), strict=True))
     return [outers[i].of_parameter(sums[i]) if i in sums else record.total(weights) for i, record in enumerate(records)]
 
 
-def _together(record: Record) -> Outer | None:
-    """The factors of a linear layer that ``outer_totals`` takes."""
-    outer = record.record if isinstance(record, Halved) else record
-    if not isinstance(outer, Outer) or not by_kernel(outer.a, outer.b.dtype):
-        return None
-    return outer if takes(outer.a[:, 0], outer.b[:, 0]) else None
+def _outers(records: Sequence[Record]) -> tuple[list[Record], dict[int, Outer]]:
+    """The records as kernels read them; of those that kernels of many layers take, the factors, by their place."""
+    # what is yet to be rounded is so one by one: all at once would take as much memory again
+    ready = [record.padded() if isinstance(record, Outer) else record for record in records]
+    found: dict[int, Outer] = {}
+    for i, record in enumerate(ready):
+        outer = record.record if isinstance(record, Halved) else record
+        if isinstance(outer, Outer) and by_kernel(outer.a, outer.b.dtype) and takes(outer.a[:, 0], outer.b[:, 0]):
+            found[i] = outer
+    return ready, found
+
+
+def _alike(outers: Mapping[int, Outer]) -> list[list[int]]:
+    """Their places, those together that one launch can take."""
+    alike: dict[Any, list[int]] = {}
+    for i, outer in outers.items():
+        alike.setdefault((outer.a.dtype, outer.a.device, outer.a.shape[:3]), []).append(i)
+    return list(alike.values())
 
 
 def cross(first: Record, second: Record) -> Tensor:
