@@ -94,6 +94,20 @@ def test_statistics_of_the_data_are_a_gaussian_release_that_composes_with_the_st
     assert spent([(statistics, 1), steps], 1e-5) > spent([steps], 1e-5)
 
 
+@pytest.mark.parametrize("count", [-1, 2.5, True, "3"])
+def test_a_count_that_is_none_is_an_error_and_takes_nothing_off(count):
+    event = PoissonGaussian(1.0, 0.1)
+    for use in (lambda e: spent(e, 1e-5), lambda e: selection(e, 1e-5, runs=3), Ledger().extend):
+        with pytest.raises(InputError, match="count must be a whole number of at least 0"):
+            use([(event, 100), (event, count)])
+
+
+def test_what_was_released_no_times_costs_nothing():
+    none, some = (Gaussian(1.0, "means"), 0), (PoissonGaussian(1.0, 0.1), 5)
+    assert spent([some, none], 1e-5) == spent([some], 1e-5) > 0
+    assert spent([none], 1e-5) == selection([none], 1e-5, runs=3) == 0.0
+
+
 @pytest.mark.parametrize(
     ("event", "message"),
     [

@@ -18,7 +18,7 @@ from torch import nn
 import clipwise as cw
 from clipwise import report
 from clipwise.audit import CANARIES, Plan, Row, audit, coins, mia, one_run, registered, watched, white_box
-from clipwise.audit.canaries import active, flooding, saturating, worlds
+from clipwise.audit.canaries import LAYERS, active, flooding, saturating, worlds
 from clipwise.audit.mechanics import mechanics, noise_checks, sampling_checks
 from clipwise.audit.verdict import HARSHER
 from clipwise.cli import audit as command
@@ -138,6 +138,18 @@ def test_phases_of_a_schedule_are_audited_one_by_one() -> None:
     found = worlds(parse("schedule([(0, flat(1.0)), (9, bam(global_(2.0)))])"), 4)
     assert [world.name for world in found] == ["saturating, phase 1", "saturating, phase 2", "curved, phase 2"]
     assert [[m.name for m in active(world.method)][1] for world in found] == ["flat", "bam", "bam"]
+    wrapped = worlds(parse("inner_momentum(schedule([(0, flat(1.0)), (9, bam(global_(2.0)))]))"), 4)
+    assert [world.name for world in wrapped] == [world.name for world in found]
+
+
+def test_phases_that_name_blocks_or_take_public_inputs_are_audited_each_in_a_model_for_all() -> None:
+    method = parse("schedule([(0, flat()), (2, layerwise({'a': flat(), '': flat()})), (4, batch_clipping())])")
+    found = worlds(method, 4)
+    assert [world.layers for world in found] == [("a", "rest"), ("a", "rest"), LAYERS]
+    for world in found:
+        seen = white_box.observe(world, noise_multiplier=1e-6, steps=8, noise=1)
+        assert seen.scores[seen.drawn] == pytest.approx(1.0, abs=1e-3)
+    mechanics(method, noise_multiplier=1.0, steps=20, confidence=0.99, noise=1)
 
 
 def test_coins_are_fair_and_a_seed_repeats_them() -> None:
@@ -260,6 +272,14 @@ def test_checks_of_the_sampling_find_what_is_wrong_with_it() -> None:
 def test_secure_noise_and_its_draws_pass_their_checks() -> None:
     checks = mechanics(parse("layerwise"), noise_multiplier=0.7, steps=150, confidence=0.9999, noise="secure")
     assert [str(check) for check in checks if not check.passed] == [] and len(checks) == 7
+
+
+@pytest.mark.parametrize("text", ["adaptive(count_share=0.5)", "p_average(adaptive(count_share=0.5), size=2)"])
+def test_the_noise_of_a_count_is_checked_also_where_it_counts_units(text: str) -> None:
+    checks = mechanics(parse(text), noise_multiplier=0.7, steps=150, confidence=0.9999, noise=3)
+    assert [str(check) for check in checks if not check.passed] == []
+    (count,) = [check for check in checks if check.name == "noise of the count"]
+    assert count.measured == pytest.approx(1.0, abs=0.25)
 
 
 # Membership inference
@@ -466,6 +486,16 @@ def test_a_runs_configuration_is_audited_by_training_it_anew(
     for words in ("ledger", "one run (retrained)", "inference, logistic: area", "inference, likelihood ratio: area"):
         assert words in text
     assert "cannot be audited after the fact" in text and "audit.json, where clipwise report finds it" in text
+
+
+def test_a_model_that_was_written_on_a_gpu_is_audited_without_one(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = shutil.copytree(finished, tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(torch.load(finished / "model.pt"), there / "model.pt")
+    assert main(["audit", str(there), "--quiet", *FEW]) == 0
 
 
 def test_a_runs_verdict_is_kept_where_the_report_reads_it(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

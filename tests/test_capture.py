@@ -513,6 +513,14 @@ def test_batch_norm_in_training_mode_is_refused_with_the_fix() -> None:
             per_sample(nn.Sequential(*layers).double(), loss, (normal(3),))
 
 
+def test_refusing_a_model_leaves_its_buffers_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(Refused, match="mixes the samples"):
+        per_sample(model, loss, (normal(3),))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_torch_s_own_batch_norm_in_training_mode_is_refused_too() -> None:
     model = Raw(lambda m, x: torch.batch_norm(x, m.w, m.b, None, None, True, 0.1, 1e-5, False), w=(3,), b=(3,))
     with pytest.raises(Refused, match=r"nn\.GroupNorm"):

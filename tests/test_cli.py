@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch
 from clipwise import __version__, training
 from clipwise.accounting import Ledger
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.runs import _patient
+from clipwise.cli.runs import _again, _patient
 from clipwise.cli.screen import Bar
+from clipwise.cli.train import _resumed
+from clipwise.config import TrainConfig
 from clipwise.methods import METHODS
+from clipwise.types import InputError
 
 RUN = [sys.executable, "-c", "from clipwise.cli import main; raise SystemExit(main())"]
 # privacy that costs no time to calibrate or to add up
@@ -361,6 +365,8 @@ def test_a_folder_that_is_not_empty_is_left_alone(capsys: pytest.CaptureFixture[
     (here / "mine").mkdir()
     (here / "mine" / "letter.txt").write_text("dear")
     assert "the folder mine is not empty" in one_line(capsys, small("--folder", "mine"))
+    compare = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "1", "--folder", "mine"]
+    assert one_line(capsys, compare) == one_line(capsys, small("--folder", "mine"))
     assert [path.name for path in (here / "mine").iterdir()] == ["letter.txt"]
 
 
@@ -454,6 +460,44 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pyte
     first, second = (torch.load(here / name / "model.pt") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert (here / "whole/metrics.jsonl").read_text() == (here / "parts/metrics.jsonl").read_text()
+
+
+def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    def press(bar: Bar, done: int, total: int, row: Any) -> None:
+        if done == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "__call__", press)
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        assert main(small("--folder", "run", "--method", "dice", "--quiet")) == 130
+    assert (here / "run" / "private-state.pt").exists()  # read, too
+    assert main(["train", "--resume", "run", "--quiet"]) == 0
+    assert Ledger(here / "run" / "ledger.jsonl").releases == 4
+
+
+def test_a_resumed_run_is_told_anew_how_and_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = TrainConfig(batch=20, noise_multiplier=1.0)
+    monkeypatch.setattr("clipwise.cli.train.settings_of", lambda folder: begun)
+    told: dict[str, Any] = {"resume": "run", "device": "cuda:1", "tensorboard": True, "threads": 3, "json_lines": True}
+    assert _resumed(TrainConfig(**told), "run") == replace(begun, **told)
+    with pytest.raises(InputError, match="keeps its settings, got --folder other"):
+        _resumed(TrainConfig(**told, folder="other"), "run")
+
+
+def test_how_to_go_on_says_where_the_run_was() -> None:
+    assert _again(TrainConfig(), Path("my run")) == "clipwise train --resume 'my run'"
+    there = TrainConfig(device="cuda:1", tensorboard=True)
+    assert _again(there, Path("run")) == "clipwise train --resume run --device cuda:1 --tensorboard"
+
+
+def test_what_was_spent_before_is_not_called_steps_of_this_run(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    assert main(small("--folder", "first", "--quiet")) == 0
+    assert main(small("--folder", "second", "--spent", "first", steps=3)) == 0
+    assert main(["report", "second"]) == 0
+    page = (here / "second" / "report.html").read_text()
+    for shown in (capsys.readouterr().out, page):
+        assert "7 releases" in shown and "7 steps" not in shown
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

@@ -21,7 +21,7 @@ from clipwise.methods import METHODS, WRAPPERS, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import SampleGradients, written
-from clipwise.step import private_sum, weigh
+from clipwise.step import Rule, private_sum, weigh
 from clipwise.types import InputError, PoissonGaussian, PrivateSum, Refused
 
 BASES = ("flat(0.7)", "normalised(0.7)", "automatic(0.7)", "psac(0.7)", "global_(0.7)")
@@ -345,6 +345,12 @@ def test_an_expression_gives_the_same_method_again(text: str) -> None:
         released = release(private, event, SeededStream(step))
         method, again = method.next(released, 4.0), parse(str(again.next(released, 4.0)))
         assert str(method) == str(again)
+
+
+@every_method
+def test_rules_of_one_method_are_equal_whenever_they_are_asked_for(text: str) -> None:
+    method = parse(text)  # what was recorded for one rule would else never serve for the next step's
+    assert Rule(method.blocks(tuple(LIKE))) == Rule(method.blocks(tuple(LIKE)))
 
 
 @pytest.mark.parametrize("name", ["flat", "normalised", "automatic", "psac", "global_", "adaptive"])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,6 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import clipwise as cw
 from clipwise.data import Arrays, Samples, as_dataset, load
 from clipwise.types import InputError, Refused
 
@@ -198,9 +200,28 @@ def test_a_data_loader_is_refused_with_the_reason_and_what_to_write(options: dic
     assert "\n" not in str(caught.value)
 
 
+def stacked(samples: list[Any]) -> Any:
+    return tuple(map(torch.stack, zip(*samples, strict=True)))
+
+
 def test_a_refused_data_loader_with_a_collate_function_is_told_to_keep_it() -> None:
-    with pytest.raises(Refused, match=r"write data=as_dataset\(loader\.dataset, collate=loader\.collate_fn\)"):
-        as_dataset(DataLoader(TensorDataset(X, Y), collate_fn=list))
+    with pytest.raises(Refused, match=r"write data=loader\.dataset, collate=loader\.collate_fn \(") as caught:
+        as_dataset(loader := DataLoader(TensorDataset(X, Y), collate_fn=stacked))
+    assert "as_dataset" not in str(caught.value)  # users have no such name
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6))
+    private = cw.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        data=loader.dataset,
+        collate=loader.collate_fn,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        steps=1,
+        batch=2,
+    )
+    for batch in private.batches():
+        private.step(batch)
+    assert private.steps_taken == 1
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,35 @@ def test_the_noise_is_what_a_release_would_add(text: str) -> None:
         assert bias.signal_to_noise == pytest.approx(bias.length / noise)
 
 
+@pytest.mark.parametrize("memory", ["full", "none", "blocks", "bounded"])
+def test_the_noise_of_feedback_is_that_of_the_run_s_own_step(memory: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    model = nn.Linear(3, 2)
+    # next to no gradient, so that what is released is noise
+    private = cw.make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        (x, y),
+        loss=lambda m, batch: 1e-9 * cw.cross_entropy(m, batch),
+        method=f"dice(flat(0.7), feedback_norm=0.05, memory='{memory}', blocks=3)",
+        noise_multiplier=1.7,
+        delta=1e-3,
+        steps=300,
+        batch=10,
+        noise=1,
+    )
+    squares = []
+    for batch in private.batches():
+        private.step(batch)
+        squares.append(sum(float(g.square().sum()) for g in (private.state.released or {}).values()))
+    seen = per_sample(model, cw.cross_entropy, (x, y))
+    found = measure(seen, [private.method], noise_multiplier=1.7, expected_batch=10)
+    noise = found.methods[str(private.method)].whole.noise
+    # 300 steps of 8 numbers each: Var z² = 2
+    assert noise is not None and np.mean(squares) / noise**2 == pytest.approx(1, abs=5 * math.sqrt(2 / 2400))
+
+
 def test_alignment_is_the_cosine_of_a_released_gradient_with_the_true_mean() -> None:
     rng = np.random.default_rng(0)
     d, n, sigma, batch = 20_000, 40, 0.6, 30

@@ -19,7 +19,7 @@ from scipy import stats
 from torch import Tensor
 
 from clipwise import gpu_noise, randomness
-from clipwise.gpu_noise import keystream, noisy
+from clipwise.gpu_noise import keystream, noisy_all
 from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
@@ -67,6 +67,11 @@ def normals(words: Tensor, size: int) -> Tensor:
     first, second = (-torch.log1p(-u)).sqrt(), (-torch.log1p(-v)).sqrt()
     sums = [first * f(2 * math.pi * s) + second * f(2 * math.pi * t) for f in (torch.cos, torch.sin)]
     return torch.stack(sums, 2).view(-1, 4).T.reshape(-1)[:size]
+
+
+def noisy(value: Tensor, scale: float, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
+    (out,) = noisy_all([value], [scale], key, nonce)
+    return out
 
 
 def draw(device: str, size: int, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
@@ -252,7 +257,7 @@ def test_shape_and_format_are_kept_and_the_secret_is_left_alone(
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_is_written_beyond_the_last_number(device: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     room = torch.full((4 * size + 64,), 5.0, device=device)
-    monkeypatch.setattr(torch, "empty_like", lambda value, **_: room[:size])
+    monkeypatch.setattr(torch, "empty", lambda count, **_: room[:count])
     noisy(torch.zeros(size, device=device), 1.0, KEY, NONCE)
     assert bool((room[size:] == 5).all()) and bool((room[:size] != 5).all())
 
@@ -261,8 +266,8 @@ def test_a_view_with_gaps_gets_the_noise_of_its_copy(device: str) -> None:
     whole = torch.arange(60.0, device=device).view(6, 10)
     for view in (whole[::2, 1::3], whole.T[::2], whole[:, 3], whole[0].expand(4, 10)):
         expected = noisy(view.clone().contiguous(), 2.0, KEY, NONCE)
-        for out in (noisy(view, 2.0, KEY, NONCE), gpu_noise.noisy_all([view], [2.0], KEY, NONCE)[0]):
-            assert torch.equal(out, expected) and out.is_contiguous()
+        out = noisy(view, 2.0, KEY, NONCE)
+        assert torch.equal(out, expected) and out.is_contiguous()
 
 
 def layouts(device: str) -> dict[str, Tensor]:
@@ -296,7 +301,6 @@ def test_a_tensor_that_fills_its_memory_keeps_its_strides_and_gets_its_noise_in_
     assert out.shape == value.shape and out.stride() == value.stride()
     expected = (inside.cpu().double() + 2.0 * z).float()
     torch.testing.assert_close(out.as_strided((size,), (1,)).cpu(), expected)
-    assert torch.equal(gpu_noise.noisy_all([value], [2.0], KEY, NONCE)[0], out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -306,10 +310,10 @@ def test_many_tensors_keep_their_strides_and_each_gets_what_its_memory_would_get
     gaps = torch.arange(60.0, device=device).view(6, 10)[::2, 1::3]
     values = [gaps, *layouts(device).values(), gaps]
     scales = [0.5 + i for i in range(len(values))]
-    found = gpu_noise.noisy_all(values, scales, KEY, NONCE, 4.0, dtype)
+    found = noisy_all(values, scales, KEY, NONCE, 4.0, dtype)
     given = [gaps.contiguous(), *values[1:-1], gaps.contiguous()]
     inside = [value.as_strided((value.numel(),), (1,)) for value in given]
-    expected = gpu_noise.noisy_all(inside, scales, KEY, NONCE, 4.0, dtype)
+    expected = noisy_all(inside, scales, KEY, NONCE, 4.0, dtype)
     for out, value, flat in zip(found, given, expected, strict=True):
         assert out.shape == value.shape and out.stride() == value.stride() and out.dtype == dtype
         assert torch.equal(out.as_strided(flat.shape, (1,)), flat)
@@ -354,7 +358,7 @@ def test_the_key_does_not_stay_on_the_device(device: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "frombuffer", lambda *args, **kwargs: Kept(original(*args, **kwargs)))
     draw(device, 10)
-    assert len(kept) == 1 and len(kept[0]) == 72 and not bool(kept[0].any())
+    assert len(kept) == 1 and len(kept[0]) == 64 + 48 and not bool(kept[0].any())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -372,25 +376,6 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.Monke
         noisy(torch.zeros(3), 1.0, KEY, NONCE)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"value": torch.zeros(3, dtype=torch.bfloat16)}, "float32 or float64"),
-        ({"value": torch.zeros(3, dtype=torch.long)}, "float32 or float64"),
-        ({"value": torch.zeros(1).expand((1 << 34) + 1)}, "split the tensor"),
-        ({"scale": 0.0}, "scale"),
-        ({"scale": math.nan}, "scale"),
-        ({"key": bytes(31)}, "32 bytes"),
-        ({"nonce": -1}, "nonce"),
-        ({"nonce": 1 << 96}, "nonce"),
-    ],
-)
-def test_bad_input_is_an_input_error(wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None))
-    with pytest.raises(InputError, match=message):
-        noisy(**{"value": torch.zeros(3), "scale": 1.0, "key": KEY, "nonce": NONCE, **wrong})
-
-
 class OnCuda(Tensor):
     """A tensor that says it is on CUDA, to see where it is sent on a machine that has none."""
 
@@ -402,23 +387,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bytes, int]]:
     """Scale, key and nonce of every call of the kernel, which adds nothing."""
     made: list[tuple[float, bytes, int]] = []
 
-    def record(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
-        made.append((scale, key, nonce))
-        return value.clone()
+    def record(values: list[Tensor], scales: list[float], key: bytes, nonce: int, *_: object) -> list[Tensor]:
+        made.extend((scale, key, nonce) for scale in scales)
+        return [value.clone() for value in values]
 
-    def record_all(values: list[Tensor], scales: list[float], key: bytes, nonce: int, *_: object) -> list[Tensor]:
-        return [record(value, scale, key, nonce) for value, scale in zip(values, scales, strict=True)]
-
-    monkeypatch.setattr(gpu_noise, "noisy", record)
-    monkeypatch.setattr(gpu_noise, "noisy_all", record_all)
+    monkeypatch.setattr(gpu_noise, "noisy_all", record)
     return made
 
 
 def test_every_cuda_tensor_of_a_secure_stream_has_a_fresh_key(calls: list[tuple[float, bytes, int]]) -> None:
     stream = SecureStream()
     for step in range(3):
-        stream.noisy(torch.zeros(2).as_subclass(OnCuda), 1.0)
-        stream.at(step).noisy(torch.zeros(2).as_subclass(OnCuda), 1.0)
+        stream.noisy_all([torch.zeros(2).as_subclass(OnCuda)], [1.0])
+        stream.at(step).noisy_all([torch.zeros(2).as_subclass(OnCuda)], [1.0])
     assert len({key for _, key, _ in calls}) == 6 and all(len(key) == 32 for _, key, _ in calls)
 
 
@@ -429,7 +410,7 @@ def test_cuda_tensors_of_a_seeded_stream_repeat_with_seed_and_step_and_share_no_
     streams = [SeededStream(1), SeededStream(1).at(0), SeededStream(1).at(1), SeededStream(2).at(0)]
     for stream in (*streams, SeededStream(1).at(1)):
         for _ in range(3):
-            stream.noisy(value, 1.0)
+            stream.noisy_all([value], [1.0])
     assert calls[6:9] == calls[12:]  # the same seed and step
     others = {(key, nonce) for _, key, nonce in calls[:12]}
     assert len(others) == 12
@@ -474,24 +455,26 @@ def test_gradients_and_counts_on_cuda_keep_their_names_and_scales_and_draw_nothi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_on_the_cpu_a_stream_s_noise_is_its_normals_added_in_float64(stream: Stream, dtype: torch.dtype) -> None:
     value = torch.full((40, 50), 3.0, dtype=dtype)
-    out = stream.noisy(value, 0.5)
+    private = PrivateSum((Part({"w": value}, 0.5, 1.0),))
+    out = release(private, PoissonGaussian(1.0, 0.1), stream).gradient["w"]
     assert out.dtype == dtype and out.shape == value.shape and bool((value == 3).all())
     if dtype != torch.bfloat16:  # whose rounding shows in the distribution
         assert stats.kstest((out.double().flatten() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
     if isinstance(stream, SeededStream):
         expected = value.double() + 0.5 * SeededStream(3).at(2).normal([40, 50])
-        assert torch.equal(SeededStream(3).at(2).noisy(value, 0.5), expected.to(dtype))
+        out = release(private, PoissonGaussian(1.0, 0.1), SeededStream(3).at(2)).gradient["w"]
+        assert torch.equal(out, expected.to(dtype))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_stream_s_noise_on_cuda_is_normal_and_stays_there() -> None:
     value = torch.full((200, 500), 3.0, device="cuda")
-    draws = [SecureStream().noisy(value, 0.5) for _ in range(2)]
+    draws = [SecureStream().noisy_all([value], [0.5])[0] for _ in range(2)]
     assert all(out.is_cuda and out.shape == value.shape for out in draws) and not torch.equal(*draws)
     for out in draws:
         assert stats.kstest((out.double().flatten().cpu() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
-    repeated = [SeededStream(3).at(1).noisy(value, 0.5) for _ in range(2)]
-    assert torch.equal(*repeated) and not torch.equal(repeated[0], SeededStream(3).at(2).noisy(value, 0.5))
+    first, again, other = (SeededStream(3).at(step).noisy_all([value], [0.5])[0] for step in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -500,7 +483,7 @@ def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: s
     sizes = [1, 0, 5, 4 * threads, 4 * threads + 1, 3, 700]
     values = [torch.arange(size, dtype=dtype, device=device) for size in sizes]
     scales = [0.5 + i for i in range(len(sizes))]
-    found = gpu_noise.noisy_all(values, scales, KEY, NONCE)
+    found = noisy_all(values, scales, KEY, NONCE)
     first = 0
     words = keystream_words(KEY, NONCE, threads * sum(-(-size // (4 * threads)) for size in sizes))
     for size, scale, out in zip(sizes, scales, found, strict=True):
@@ -518,8 +501,8 @@ def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: s
 def test_many_tensors_are_divided_and_rounded_once_to_another_format(device: str) -> None:
     sizes, divisor = [3, 513, 1], 7.0
     values = [torch.arange(size, dtype=torch.float64, device=device) for size in sizes]
-    exact = gpu_noise.noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE)
-    found = gpu_noise.noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE, divisor, torch.float32)
+    exact = noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE)
+    found = noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE, divisor, torch.float32)
     for one, other in zip(exact, found, strict=True):
         assert other.dtype == torch.float32 and torch.equal(other, (one / divisor).float())
 
@@ -527,13 +510,15 @@ def test_many_tensors_are_divided_and_rounded_once_to_another_format(device: str
 def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_error() -> None:
     for values, scales in (([torch.zeros(2), torch.zeros(2).double()], [1.0, 1.0]), ([torch.zeros(2)], [1.0, 2.0])):
         with pytest.raises(InputError, match="one format and device"):
-            gpu_noise.noisy_all(values, scales, KEY, NONCE)
+            noisy_all(values, scales, KEY, NONCE)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"values": [torch.zeros(3, dtype=torch.bfloat16)] * 2}, "float32 or float64"),
+        ({"values": [torch.zeros(3, dtype=torch.long)] * 2}, "float32 or float64"),
+        ({"values": [torch.zeros(1).expand((1 << 34) + 1)], "scales": [1.0]}, "several calls"),
         ({"values": [torch.zeros(3), torch.zeros(1).expand((1 << 34) + 1)]}, "several calls"),
         ({"values": [torch.zeros(1).expand(1 << 33)] * 2 + [torch.zeros(1)], "scales": [1.0] * 3}, "several calls"),
         ({"scales": [1.0, 0.0]}, "scale"),
@@ -542,16 +527,15 @@ def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_er
         ({"scales": [1.0, "1"]}, "scale"),
         ({"divisor": 0.0}, "divisor"),
         ({"key": bytes(31)}, "32 bytes"),
+        ({"nonce": -1}, "nonce"),
         ({"nonce": 1 << 96}, "nonce"),
     ],
 )
-def test_bad_input_for_many_tensors_is_an_input_error(
-    wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None, None))
+def test_bad_input_is_an_input_error(wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None))
     given = {"values": [torch.zeros(3), torch.zeros(2)], "scales": [1.0, 2.0], "key": KEY, "nonce": NONCE}
     with pytest.raises(InputError, match=message):
-        gpu_noise.noisy_all(**{**given, **wrong})
+        noisy_all(**{**given, **wrong})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -4,8 +4,10 @@ Receives: tests/naive.py, written without looking at the methods.
 Gives: agreement in float64, limits, the adaptive quantile, schedules, and the noise of layerwise clipping.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import clipwise as cw
 import naive
-from clipwise.methods import METHODS, Method, parse
+from clipwise.methods import METHODS, Method, papers, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import SampleGradients, written
@@ -117,6 +119,17 @@ def test_the_longest_prefix_decides_about_a_parameter() -> None:
         1.0: ("b.weight",),
         2.0: ("a.weight",),
         3.0: ("a.bias",),
+    }
+
+
+def test_a_block_is_a_module_s_and_not_that_of_every_name_that_begins_alike() -> None:
+    names = ("layer1.weight", "layer10.weight", "layer1x", "head")
+    method = cw.layerwise({"layer1": cw.flat(1.0), "layer10.": cw.flat(2.0), "head": cw.flat(3.0), "": cw.flat(4.0)})
+    assert {block.bound: block.names for block in method.blocks(names)} == {
+        1.0: ("layer1.weight",),
+        2.0: ("layer10.weight",),
+        3.0: ("head",),
+        4.0: ("layer1x",),
     }
 
 
@@ -286,6 +299,18 @@ def test_a_schedule_resumes_from_its_expression_at_the_same_step() -> None:
     assert method.settings["step"] == 4 and method.bound == 20.0
 
 
+def test_the_phases_of_a_schedule_are_known_before_it_begins() -> None:
+    inner = cw.schedule([(0, cw.flat(2.0)), (4, cw.flat(3.0))])
+    method = cw.schedule([(0, cw.flat(1.0)), (2, inner), (9, cw.flat(4.0))])
+    assert [phase.bound for phase in method.phases] == [1.0, 2.0, 3.0, 4.0]
+    assert [phase.bound for phase in cw.schedule(PHASES, 3).phases] == [20.0, 0.5]
+    around = cw.p_average(cw.inner_momentum(method), size=3)
+    assert [(phase.name, phase.unit, phase.bound) for phase in around.phases] == [
+        ("p_average", 3, bound) for bound in (1.0, 2.0, 3.0, 4.0)
+    ]
+    assert [phase.bound for phase in cw.flat(7.0).phases] == [7.0]
+
+
 # Layerwise noise
 
 
@@ -325,3 +350,34 @@ def test_methods_are_frozen_and_cite_their_paper() -> None:
         assert (
             method.citation.bibtex().startswith("@inproceedings{") and method.citation.title in method.citation.bibtex()
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "change"),
+    [
+        ("flat(1.0)", lambda s: s.update(clip_norm=0.001)),
+        ("flat(1.0)", lambda s: s.__setitem__("clip_norm", 0.001)),
+        ("layerwise({'a': flat(1.0), 'b': flat(1.0)})", lambda s: s["base"].__setitem__("a", cw.flat(0.001))),
+        ("schedule([(0, flat(1.0))])", lambda s: s["phases"].append((3, cw.flat(0.001)))),
+        ("schedule([(0, flat(1.0))])", lambda s: s["phases"][0].__setitem__(1, cw.flat(0.001))),
+    ],
+)
+def test_what_a_method_says_of_itself_cannot_be_changed(text: str, change: Callable[[Any], None]) -> None:
+    method = parse(text)
+    said = str(method)
+    with pytest.raises((TypeError, AttributeError)):
+        change(method.settings)
+    assert str(method) == said
+    assert str(copy.deepcopy(method)) == said and str(parse(said)) == said
+
+
+def test_what_to_cite_are_the_papers_of_all_parts_each_once() -> None:
+    nested = "inner_momentum(schedule([(0, psac()), (5, p_average(layerwise({'a': flat(), 'b': psac()})))]))"
+    found = papers([parse(nested), cw.flat()])
+    assert {paper.key: names for paper, names in found.items()} == {
+        "xiao2023theory": ["inner_momentum", "p_average"],
+        "bu2023convergence": ["schedule"],
+        "xia2023differentially": ["psac"],
+        "mcmahan2018general": ["layerwise"],
+        "abadi2016deep": ["flat"],
+    }

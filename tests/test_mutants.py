@@ -126,7 +126,7 @@ def noise_once_per_chunk(patch: Patch) -> None:
         private, observed = original(method, parameters, iter(pieces), *rest, **more)
         (part,) = private.parts
         extra = PLAN.noise_multiplier * part.bound * math.sqrt(len(pieces) - 1)  # beside the release's own
-        noisy: Gradient = {name: SecureStream().noisy(value, extra) for name, value in part.value.items()}
+        noisy: Gradient = {name: v + extra * SecureStream().normal(v.shape) for name, v in part.value.items()}
         return replace(private, parts=(replace(part, value=noisy),)), observed
 
     patch.setattr(loop, "private_sum", private_sum)

@@ -499,6 +499,12 @@ def test_json_is_what_the_folder_holds(capsys: pytest.CaptureFixture[str]) -> No
         (["paper4/table2", "--set", "epochs"], "expected a setting such as epochs=2, got 'epochs'"),
         (["paper4/table2", "--set", "epoch=2"], "did you mean 'epochs'"),
         (["paper0/figure2", "--set", "epsilon=2.0"], "can have no epsilon"),
+        (
+            ["paper1/example_b1", "--set", "optimizer=adam", "momentum=0.9"],
+            "the optimizer adam has no momentum, got 0.9",
+        ),
+        (["paper1/example_b1", "--set", "optimizer=adm"], "did you mean 'adam'"),
+        (["paper1/example_b1", "--set", "steps=0"], "steps must be a whole number of at least 1, got 0"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:

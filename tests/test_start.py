@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +55,14 @@ UNREAD = object()  # no data: refused as such as soon as it is looked at
         ({"data": UNREAD, "method": "pasc"}, "did you mean 'psac'?"),
         ({"data": UNREAD, "noise": "secret"}, "noise must be 'secure' or a seed"),
         ({"data": UNREAD, "post": "heavy_bal(0.9)"}, "heavy_ball"),
+        ({"data": UNREAD, "post": lambda gradient: gradient}, "expected a post-processing such as"),
+        ({"data": UNREAD, "method": "schedule([(0, flat()), (2, layerwise({'nope': flat(), '': flat()}))])"}, "'nope'"),
+        (
+            {"data": UNREAD, "method": "p_average(schedule([(0, flat()), (2, p_average())]))"},
+            "p_average takes a method that weighs samples one by one",
+        ),
+        ({"method": "schedule([(0, flat()), (2, batch_clipping())])"}, "batch_clipping needs public inputs, got none"),
+        ({"method": "inner_momentum(momentum_per_sample(schedule()))"}, "is for full batches"),
         ({"data": UNREAD}, "data must be a tensor"),
         ({"chunk": 0}, "chunk must be a whole number"),
         ({"loss": mean}, "for 2 samples expected shape [2], got shape []"),
@@ -69,6 +79,39 @@ def test_mistakes_are_said_before_the_noise_is_calibrated(
     monkeypatch.setattr(start, "_calibrated", calibrated)
     with pytest.raises((InputError, Refused), match=re.escape(message)):
         begun(**{"noise_multiplier": None, "epsilon": 3.0, **changed})
+
+
+def test_a_later_phase_that_does_not_go_with_the_model_is_an_error_before_anything_is_released() -> None:
+    method = "schedule([(0, flat()), (2, self_augmentation(augment='own'))])"
+    with pytest.raises(InputError, match="augment='own' needs your function of views"):
+        begun(method=method)
+    seen = []
+
+    def views(rows: Any, count: int, generator: torch.Generator) -> Any:
+        seen.append(count)
+        return tuple(t.repeat_interleave(count, 0) for t in rows)
+
+    begun(method=method, views=views)
+    assert seen and set(seen) == {8}
+
+
+def test_phases_that_look_at_the_same_rows_are_self_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tested: list[Any] = []
+    monkeypatch.setattr("clipwise.private.self_test", lambda *given: tested.append(given))
+    begun(method="schedule([(0, flat()), (1, psac()), (2, global_()), (3, bam())])")
+    assert len(tested) == 2
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"batch": np.int64(8), "steps": np.int32(2), "noise_multiplier": np.float32(1), "chunk": np.int64(4)}
+    private = begun(**given, delta=np.float64(1e-3), noise=np.int64(1), method=cw.p_average(size=np.int16(2)))
+    plain = begun(batch=8, steps=2, noise_multiplier=1.0, chunk=4, method=cw.p_average(size=2))
+    assert private.statement() == plain.statement() and str(private.method) == str(plain.method)
+    assert type(private.steps) is int and type(private.noise_multiplier) is type(private.delta) is float
+    json.dumps(private.statement().as_dict())
+    for wrong in (np.float64(2.0), np.bool_(True), np.int64(0)):
+        with pytest.raises(InputError, match="batch must be a whole number"):
+            begun(batch=wrong)
 
 
 def test_the_look_at_the_loss_leaves_the_model_and_the_generator_as_they_were() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import clipwise as cw
 import naive
 from clipwise.methods import parse
+from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import written
 from clipwise.sampling import poisson
@@ -298,6 +299,56 @@ def test_a_batchnorm_that_wakes_up_during_training_is_refused() -> None:
     with pytest.raises(Refused, match="BatchNorm1d"):
         private.step(next(private.batches()))
     assert torch.equal(model[1].running_mean, statistics)
+
+
+@pytest.mark.parametrize("text", ["dp_sat(bam(flat(1.0)))", "inner_momentum(flat(1.0))", "disk(flat(1.0))"])
+def test_a_change_of_mode_on_the_way_is_self_tested_also_where_the_method_looks_elsewhere(text: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.1), nn.Linear(5, 3)).double()
+    private = private_for(model, method=text, self_test=True)
+    private.step(next(private.batches()))
+    model.eval()
+    private.step(next(private.batches()))
+    assert private.steps_taken == 2
+
+
+def test_a_method_that_never_looks_at_the_parameters_themselves_is_self_tested_on_plain_rows() -> None:
+    def probe(engine: Any, rows: Any) -> Any:
+        return engine.at({name: 0.5 * p for name, p in engine.parameters.items()}).gradients(rows)
+
+    private = private_for(mlp(), method=replace(cw.flat(1.0), probe=probe), self_test=True)
+    private.step(next(private.batches()))
+    assert private.steps_taken == 1
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_clip_norm_follows_the_share_of_units_and_not_of_samples(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clipwise import private as loop
+
+    found: list[Any] = []
+    monkeypatch.setattr(loop, "release", lambda *given: found.append(release(*given)) or found[-1])
+    private = private_for(mlp(), method=cw.p_average(cw.adaptive(1.0, quantile=0.7, rate=0.3), size=size))
+    for batch in private.batches():
+        now = private.method.bound
+        private.step(batch)
+        expected = naive.adaptive_update(now, float(found[-1].counts["count"]), 20 / size, 0.7, 0.3)
+        assert private.method.bound == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_optimizer_that_fails_leaves_no_gradient_and_the_method_of_the_next_step() -> None:
+    model = mlp()
+    private = private_for(model, method="schedule([(0, flat(1.0)), (1, flat(2.0))])")
+
+    def full(*_: Any) -> None:
+        raise OSError("disk full")
+
+    hook = private.optimizer.register_step_pre_hook(full)
+    with pytest.raises(OSError, match="disk full"):
+        private.step(next(private.batches()))
+    hook.remove()
+    assert all(p.grad is None for p in model.parameters())
+    assert private.ledger.releases == private.steps_taken == private.method.settings["step"] == 1
+    private.step(next(private.batches()))
+    assert private.ledger.releases == 2
 
 
 def test_a_sample_that_comes_in_several_rows_is_refused() -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,17 @@ def test_an_evaluation_leaves_each_module_in_its_own_mode() -> None:
     assert torch.equal(model[1].running_mean, statistics), "private data reached a buffer without noise"
 
 
+def test_an_evaluation_that_fails_leaves_each_module_in_its_own_mode() -> None:
+    def fail(model: nn.Module) -> Any:
+        raise OSError("no such file")
+
+    model = mlp().train()
+    model[1].eval()
+    with pytest.raises(OSError, match="no such file"):
+        trained(model, evaluate=fail)
+    assert [m.training for m in model] == [True, False, True] and model.training
+
+
 # Budget
 
 
@@ -264,6 +276,8 @@ def test_a_misspelt_option_is_never_swallowed() -> None:
         made(epsilom=3)
     with pytest.raises(TypeError, match="noise_multipler"):
         trained(noise_multipler=1.0)
+    with pytest.raises(TypeError, match="train has no option 'ledger'"):  # the folder has one
+        trained(ledger=cw.Ledger())
 
 
 def test_a_delta_that_allows_publication_warns() -> None:
@@ -415,6 +429,29 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(method: str, at: int, tmp
     saved = torch.load(tmp_path / "run" / "model.pt", weights_only=True)
     assert all(torch.equal(value, run.model.state_dict()[name]) for name, value in saved.items())
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def own(clip_norm: float = 1.0, **changed: Any) -> cw.Method:
+    """A method that is not in the registry."""
+    return replace(cw.flat(clip_norm), name="own", settings={"clip_norm": clip_norm}, **changed)
+
+
+def test_a_run_with_a_method_of_one_s_own_can_be_resumed(tmp_path: Path) -> None:
+    whole = trained(method=own())
+    with pytest.raises(KeyboardInterrupt):
+        trained(method=own(), folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    run = trained(method=own(), folder=tmp_path / "run", resume=True)
+    assert run.statement.releases == 6 and torch.equal(theta(run.model), theta(whole.model))
+
+
+def test_a_changing_method_without_an_expression_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
+    def halved(clip_norm: float) -> cw.Method:
+        return own(clip_norm, after=lambda *_: halved(clip_norm / 2))
+
+    with pytest.raises(InputError, match=r"own changes from step to step .*unknown method 'own'"):
+        trained(method=halved(1.0), folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert trained(method=halved(1.0)).statement.releases == 6
 
 
 def test_a_secure_run_resumes_with_the_planned_number_of_releases(tmp_path: Path) -> None:
@@ -583,6 +620,13 @@ def test_the_report_says_epsilon_delta_method_and_what_to_cite() -> None:
     ):
         assert expected in run.report
     assert run.metrics[-1]["epsilon"] == run.epsilon
+
+
+def test_the_report_cites_the_papers_of_all_that_a_method_is_made_of() -> None:
+    run = trained(method=cw.inner_momentum(cw.psac()))
+    for method in (cw.inner_momentum(), cw.psac()):
+        assert method.citation.bibtex() in run.citation and method.citation.bibtex() in run.report
+    assert run.citation.count("@inproceedings") == 2
 
 
 def test_the_statement_names_a_seeded_generator_and_a_test_that_was_left_out() -> None:

@@ -210,15 +210,48 @@ def test_feedback_put_together_by_hand_has_no_proof_and_is_refused(changes: dict
 
 
 @pytest.mark.parametrize(
-    "name", ["noise_multiplier", "sampling_rate", "expected_batch", "dice", "data", "model", "optimizer", "ledger"]
+    "name",
+    [
+        "noise_multiplier",
+        "sampling_rate",
+        "expected_batch",
+        "dice",
+        "data",
+        "model",
+        "optimizer",
+        "ledger",
+        "delta",
+        "accountant",
+        "steps",
+    ],
 )
 def test_what_noise_and_events_are_made_of_cannot_be_changed_on_the_way(name: str) -> None:
     private = private_for(method=BLOCKS, batch=3)
+    for _ in range(2):  # neither before the first step nor later
+        with pytest.raises(Refused, match=f"{name} is fixed"):
+            setattr(private, name, None)
+        private.step(next(private.batches()))
+
+
+@pytest.mark.parametrize("name", ["steps_taken", "state", "hidden"])  # the release that begins a block pays for it
+def test_what_steps_leave_for_later_ones_cannot_be_changed_on_the_way(name: str) -> None:
+    private = private_for(method=BLOCKS, batch=3)
     private.step(next(private.batches()))
-    with pytest.raises(Refused, match=f"{name} is fixed"):
-        setattr(private, name, None)
     with pytest.raises(AttributeError):
-        private.steps_taken = 1  # type: ignore[misc]  # the release that begins a block pays for it
+        setattr(private, name, None)
+
+
+def test_a_run_is_recorded_elsewhere_only_where_nothing_is_lost() -> None:
+    private = private_for(spent=dear())
+    with pytest.raises(Refused, match="a ledger only grows"):
+        private.record_in(cw.Ledger())
+    other = dear()
+    other.record(Gaussian(9.0, "more"))
+    private.record_in(other)
+    private.step(next(private.batches()))
+    assert other.releases == 3 and private.ledger is other
+    with pytest.raises(Refused, match="a ledger only grows"):
+        private.record_in(dear())
 
 
 @pytest.mark.parametrize(
@@ -341,6 +374,20 @@ def test_what_was_spent_is_counted_also_beside_a_ledger_that_is_not_empty() -> N
     ledger.record(PoissonGaussian(50.0, 0.1))
     private = private_for(ledger=ledger, spent=dear())
     assert private.ledger.releases == 2 and private.epsilon() >= dear().epsilon(1e-3)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_target_is_kept_together_with_what_the_ledger_holds_already(beside: bool) -> None:
+    ledger, spent = cw.Ledger(), cw.Ledger()
+    for _ in range(4):
+        ledger.record(PoissonGaussian(2.0, 0.5))
+        spent.record(PoissonGaussian(2.0, 0.5))
+    more = {"spent": spent} if beside else {}
+    private = private_for(ledger=ledger, noise_multiplier=None, epsilon=8.0, **more)
+    for batch in private.batches():
+        private.step(batch)
+    assert private.ledger is ledger and ledger.releases == (12 if beside else 8)
+    assert 7.9 < private.epsilon() <= 8.0
 
 
 def interrupted(folder: Path, **changed: Any) -> None:

@@ -1,7 +1,7 @@
 """Gaussian noise on the GPU: ChaCha20 and Box–Muller in one Triton kernel, so that nothing random crosses the bus.
 
-Receives: a CUDA tensor, the noise's scale, and a key and nonce that no other call has.
-Gives: the tensor with noise added; many tensors also over a divisor, and in another format.
+Receives: CUDA tensors, each with its noise's scale, and a key and nonce that no other call has.
+Gives: the tensors with noise added, over a divisor, perhaps in another format.
 
 The numbers mean what they mean on the CPU (``randomness``): 53-bit uniforms, and every normal is the sum of two draws
 that share no Box–Muller pair. One ChaCha20 block is 16 words, 8 uniforms, 4 pairs: 4 outputs. Of B blocks, block b
@@ -29,24 +29,6 @@ if TYPE_CHECKING:
 _THREADS = 128  # ChaCha20 blocks per program, one per thread; the numbers do not depend on it
 
 
-def noisy(value: Tensor, scale: float, key: bytes, nonce: int) -> Tensor:
-    """``value`` + scale · z with z independent standard normals, drawn and added in float64 and rounded once.
-
-    Guarantees: the same key and nonce give the same z, in the order of the numbers in memory; another key or nonce
-    gives independent ones. Neither is compiled into a kernel, and the key's copy on the device is erased. The result
-    has the strides of ``value``, or is contiguous where ``value`` has gaps or repeats in memory. Edge cases: an empty
-    tensor gives an empty one; a CUDA graph would replay one key for ever, and is refused.
-    """
-    _check_dtype(value.dtype)
-    size = value.numel()
-    if size > 1 << 34:
-        raise InputError(f"ChaCha20 counts at most 2³² blocks, 2³⁴ numbers, got {size}: split the tensor")
-    given = _without_gaps(value)
-    out = torch.empty_like(given)  # which keeps the strides of a tensor without gaps
-    _launch(_kernels()[0], -(-size // 4), key, nonce, positive("scale", scale), out, given, size)
-    return out
-
-
 def noisy_all(
     values: Sequence[Tensor],
     scales: Sequence[float],
@@ -57,8 +39,12 @@ def noisy_all(
 ) -> list[Tensor]:
     """(Each value + its scale · z)/divisor, all of one device and format, by one launch: a model has many parameters.
 
-    Guarantees: those of ``noisy``, times 1/divisor in float64 and rounded once to ``dtype``; no two numbers, of one
-    tensor or of several, come from the same words. Edge cases: empty tensors give empty ones.
+    z are independent standard normals, drawn, added and divided in float64, and the result is rounded once, to
+    ``dtype`` or the values' own. Guarantees: no two numbers, of one tensor or of several, come from the same words; the
+    same key and nonce give the same z, in the order of the numbers in memory, and another key or nonce gives
+    independent ones. Neither is compiled into a kernel, and the key's copy on the device is erased. A result has the
+    strides of its value, or is contiguous where that has gaps or repeats in memory. Edge cases: empty tensors give
+    empty ones; a CUDA graph would replay one key for ever, and is refused.
     """
     if len({(value.dtype, value.device) for value in values}) > 1 or len(values) != len(scales):
         raise InputError(f"expected tensors of one format and device, and a scale for each, got {len(scales)} scales")
@@ -87,7 +73,7 @@ def noisy_all(
             address += size * width
     if rows:
         table = struct.pack("<" + "qqqqdd" * (len(rows) // 6), *rows)
-        _launch(_kernels()[2], firsts[-1] * _THREADS, key, nonce, 1.0, room, given[0], len(rows) // 6, more=table)
+        _launch(_kernels()[0], firsts[-1] * _THREADS, key, nonce, room, given[0], len(rows) // 6, more=table)
     return out
 
 
@@ -114,25 +100,23 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -> Tensor:
-    """The words that ``noisy`` reads, for test vectors. int32 [block, 16]."""
+    """The words that ``noisy_all`` reads, for test vectors. int32 [block, 16]."""
     out = torch.empty(blocks, 16, dtype=torch.int32, device=device)
-    _launch(_kernels()[1], blocks, key, nonce, 1.0, out)
+    _launch(_kernels()[1], blocks, key, nonce, out)
     return out
 
 
-def _launch(
-    kernel: Any, blocks: int, key: bytes, nonce: int, scale: float, out: Tensor, *arguments: Any, more: bytes = b""
-) -> None:
-    """Run the kernel on the device of ``out``, unless there is nothing to do. ``more`` comes after the scale."""
+def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, out: Tensor, *arguments: Any, more: bytes = b"") -> None:
+    """Run the kernel on the device of ``out``, unless there is nothing to do. ``more`` comes after the state."""
     if len(key) != 32 or whole("nonce", nonce, least=0) >= 1 << 96:
         raise InputError(f"ChaCha20 needs a key of 32 bytes and a nonce below 2⁹⁶, got {len(key)} bytes and {nonce}")
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Refused("a CUDA graph would add the same noise at every replay: add noise outside the graph")
     if not blocks:
         return
-    # The state of RFC 8439 §2.3 with counter 0, then the scale: numbers passed to a kernel may be rounded to float32 or
-    # compiled into it, those in a tensor are not. Pageable memory is staged before a non-blocking copy returns.
-    packed = struct.pack("<16s32s4x12sd", b"expand 32-byte k", key, nonce.to_bytes(12, "little"), scale)
+    # The state of RFC 8439 §2.3 with counter 0. Scales stand in ``more``: numbers passed to a kernel may be rounded to
+    # float32 or compiled into it. Pageable memory is staged before a non-blocking copy returns.
+    packed = struct.pack("<16s32s4x12s", b"expand 32-byte k", key, nonce.to_bytes(12, "little"))
     inputs = torch.frombuffer(bytearray(packed + more), dtype=torch.uint8).to(out.device, non_blocking=True)
     with torch.cuda.device_of(inputs):
         kernel[(-(-blocks // _THREADS),)](out, *arguments, inputs, blocks, _THREADS, num_warps=4)
@@ -140,8 +124,8 @@ def _launch(
 
 
 @functools.cache
-def _kernels() -> tuple[Any, Any, Any]:
-    """The three kernels. Triton is imported here, because a machine without CUDA has none."""
+def _kernels() -> tuple[Any, Any]:
+    """Both kernels. Triton is imported here, because a machine without CUDA has none."""
     global tl, _word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -150,26 +134,12 @@ def _kernels() -> tuple[Any, Any, Any]:
         raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
     for function in (_word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add):
         globals()[function.__name__] = triton.jit(function)
-    every_size = triton.jit(do_not_specialize=["size", "blocks"])  # else sizes divisible by 16 are compiled once more
-    every_count = triton.jit(do_not_specialize=["tensors", "blocks"])
-    return every_size(_add_noise), every_size(_write_words), every_count(_add_noise_to_all)
+    # else numbers divisible by 16 are compiled once more
+    every_count, every_size = (triton.jit(do_not_specialize=names) for names in (["tensors", "blocks"], ["blocks"]))
+    return every_count(_add_noise), every_size(_write_words)
 
 
 def _add_noise(
-    out: tl.tensor,
-    value: tl.tensor,
-    size: tl.tensor,
-    inputs: tl.tensor,
-    blocks: tl.tensor,
-    threads: tl.constexpr,
-) -> None:
-    """Kernel: out = value + scale · z."""
-    state, scale = inputs.to(tl.pointer_type(tl.int32)), tl.load((inputs + 64).to(tl.pointer_type(tl.float64)))
-    b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
-    _four(value, out, b, b, blocks, size, scale, 1.0, state)
-
-
-def _add_noise_to_all(
     out: tl.tensor,
     value: tl.tensor,
     tensors: tl.tensor,
@@ -177,14 +147,15 @@ def _add_noise_to_all(
     blocks: tl.tensor,
     threads: tl.constexpr,
 ) -> None:
-    """Kernel: for every tensor of the table behind the scale: [out, value, size, first program, scale, 1/divisor].
+    """Kernel: out = (value + scale · z)/divisor, for every tensor of the table behind the state.
 
+    A row of it: [out, value, size, first program, scale, 1/divisor].
     ``out`` and ``value`` are there for their formats.
     """
     program = tl.program_id(0).to(tl.int64)
-    table = (inputs + 72).to(tl.pointer_type(tl.int64))
-    numbers = (inputs + 72).to(tl.pointer_type(tl.float64))
-    firsts = (inputs + 96).to(tl.pointer_type(tl.int32))  # fewer than 2³¹ programs: half of the 64 bits will do
+    table = (inputs + 64).to(tl.pointer_type(tl.int64))
+    numbers = (inputs + 64).to(tl.pointer_type(tl.float64))
+    firsts = (inputs + 88).to(tl.pointer_type(tl.int32))  # fewer than 2³¹ programs: half of the 64 bits will do
     low, high = 0, tensors  # the last tensor that begins at this program or before
     while high - low > 1:
         middle = (low + high) >> 1

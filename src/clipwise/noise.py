@@ -7,27 +7,23 @@ Gives: Released: the noisy sums, and the event that this draw of noise amounts t
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from clipwise.randomness import Stream, add_scaled
 from clipwise.types import (
-    BlockGaussian,
     Event,
-    Gaussian,
     Gradient,
     InputError,
     MemoryGaussian,
     Part,
-    PoissonGaussian,
     PrivateSum,
     Refused,
     Released,
     positive,
 )
-
-EVENTS = (PoissonGaussian, Gaussian, MemoryGaussian, BlockGaussian)
 
 
 def release(
@@ -40,8 +36,8 @@ def release(
     drawn and added in float64; only the noisy sum is rounded, to ``dtype`` or the sum's own format. On CUDA it lies in
     memory as the sum does, so that an optimizer meets the parameter's own order.
     """
-    if type(event) not in EVENTS:  # a subclass may mean something else
-        known = ", ".join(kind.__name__ for kind in EVENTS)
+    if type(event) not in get_args(Event):  # a subclass may mean something else
+        known = ", ".join(kind.__name__ for kind in get_args(Event))
         raise InputError(f"expected an event of {known}, got {type(event).__name__}")
     sigma = positive("noise_multiplier", event.noise_multiplier)
     positive("divisor", divisor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,7 +47,9 @@ from clipwise.types import (
 )
 
 # what a run cannot change on its way
-FIXED = frozenset({"model", "optimizer", "data", "noise_multiplier", "sampling_rate", "expected_batch", "dice"})
+FIXED = frozenset(
+    "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant".split()
+)
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -99,7 +102,7 @@ class Private:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what every step's noise and event are made of."""
-        if (name in FIXED and name in vars(self)) or (name == "ledger" and vars(self).get("_taken")):
+        if name in FIXED and name in vars(self):
             raise Refused(f"{name} is fixed at the start, since one statement speaks for the run; make a new run")
         super().__setattr__(name, value)
 
@@ -144,9 +147,8 @@ class Private:
             self._fast = CompiledCapture(model, loss, chunk, groups)
         self._chunk, self._stream, self._self_tested = chunk, stream, self_tested
         self._post, self._views, self._public = post, views, public
-        self.state = PublicState()
-        # What clipping cut off, or one momentum per sample. Private: never released, and not part of the checkpoint.
-        self.hidden: Gradient | None = None
+        self._state = PublicState()
+        self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
         self._first, self._stepping, self._earlier = str(method), False, earlier
@@ -171,6 +173,25 @@ class Private:
     def steps_taken(self) -> int:
         """How many steps were made."""
         return self._taken
+
+    @property
+    def state(self) -> PublicState:
+        """What later steps may look at."""
+        return self._state
+
+    @property
+    def hidden(self) -> Gradient | None:
+        """What clipping cut off, or one momentum per sample. Private: never released, not part of the checkpoint."""
+        return self._hidden
+
+    def record_in(self, ledger: Ledger) -> None:
+        """Record in this ledger from now on, such as one on file: it holds what was recorded so far, or more."""
+        if self._taken or _totals(self.ledger) - _totals(ledger):
+            raise Refused(
+                "a ledger only grows: expected one that holds every release of this run's, before its first step, got "
+                f"{ledger.releases} releases for {self.ledger.releases}; write new.extend(private.ledger.entries)"
+            )
+        vars(self)["ledger"] = ledger
 
     def batches(self) -> Iterator[PoissonBatch]:
         """The batches of all steps that are left, of all epochs; give each to ``step`` before asking for the next."""
@@ -213,7 +234,7 @@ class Private:
         event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
         if feedback is not None and residual is not None and self.dice is not None:
             plan, place = self.dice, self._place(self.dice)
-            error = zeros(parameters) if self.hidden is None else self.hidden
+            error = zeros(parameters) if self._hidden is None else self._hidden
             sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
             (part,) = private.parts
             torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
@@ -227,11 +248,12 @@ class Private:
         released = release(private, event, batch.stream, units, widest(parameters.values()))
         self.ledger.record(released.event)  # before anything uses what was released
         # At once: whatever fails below, no later step may draw from this one's group in the same block.
-        self.hidden, self._taken = following, self._taken + 1
+        self._hidden, self._taken = following, self._taken + 1
+        self.method = method.next(released, units)
         TRAINED[self.model] = self.ledger
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
         filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
-        self.state = PublicState(past, released.gradient, filtered)
+        self._state = PublicState(past, released.gradient, filtered)
         # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
         # with the parameters' own strides, so that it can update many at once
         gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
@@ -249,8 +271,7 @@ class Private:
             self.optimizer.step()
         finally:
             self._stepping = False
-        self.optimizer.zero_grad(set_to_none=True)
-        self.method = self.method.next(released, self.expected_batch)
+            self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -308,9 +329,12 @@ class Private:
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
-        self._taken, self.method, self.state = step, method, state
+        device = next(iter(trainable(self.model).values())).device  # checkpoints are read to the CPU
+        state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
+        hidden = mapped(hidden, lambda t: t.to(device))
+        self._taken, self.method, self._state = step, method, state
         self._begun = step
-        self.hidden = hidden if self.dice is None or self.dice.memory == "full" else None
+        self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
     @property
     def _in_one_chunk(self) -> bool:
@@ -339,9 +363,9 @@ class Private:
             # the group's expected size, a public constant, in the place of its own
             yield self._noted((1 / method.unit) * samples.masked(keep).merged(padded.shape[1]))
 
-    def probed(self, engine: Here, rows: Batch) -> SampleGradients:
-        """The method's v_i for the engine's samples, one for each."""
-        found = self.method.gradients(engine, rows)
+    def probed(self, engine: Here, rows: Batch, method: Method | None = None) -> SampleGradients:
+        """The v_i of the method, or of another phase of it, for the engine's samples, one for each."""
+        found = (self.method if method is None else method).gradients(engine, rows)
         if found.samples != len(engine.keys):
             raise Refused(
                 f"expected one gradient per sample, got {found.samples} for {len(engine.keys)} samples: a sample in "
@@ -354,7 +378,8 @@ class Private:
         mode = modes(self.model)
         if self._self_tested and mode not in self._tested:
             with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
-                _self_test(self, self._plain.loss)
+                for phase in {phase.probe: phase for phase in self.method.phases}.values():
+                    _self_test(self, phase, self._plain.loss)
             self._tested.add(mode)
 
     def fit_chunk(self) -> None:
@@ -460,7 +485,14 @@ def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan |
     return DicePlan(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
 
 
-def _self_test(private: Private, loss: Loss) -> None:
+def _totals(ledger: Ledger) -> Counter[Event]:
+    totals: Counter[Event] = Counter()
+    for event, count in ledger.entries:
+        totals[event] += count
+    return totals
+
+
+def _self_test(private: Private, method: Method, loss: Loss) -> None:
     """The self-test, on the rows that the method gives the model: with views or public companions, say."""
     # far apart: neighbours may be alike, and then changing one into another would change nothing
     few = torch.linspace(0, len(private.data) - 1, min(4, len(private.data)), dtype=torch.float64).round().long()
@@ -471,14 +503,15 @@ def _self_test(private: Private, loss: Loss) -> None:
         return per_sample(private.model, loss, rows)
 
     rows, again = private.rows(few), private.rows(few)
-    private.probed(replace(private.engine(few, 0), fast=look), rows)
-    self_test(private.model, loss, seen[0])
+    # as before the first step: then methods that look elsewhere later on look at θ, where the model itself is tested
+    private.probed(replace(private.engine(few, 0), fast=look, past=(), released=None), rows, method)
+    self_test(private.model, loss, next(iter(seen), rows))
     # where reading draws at random (a transform, say), a sample read alone would be another
     steady = all(map(torch.equal, tensors(rows), tensors(again)))
 
     def probed(places: Tensor) -> SampleGradients:
         samples = few[places]
         own = private.rows(samples) if steady else mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)
-        return private.probed(replace(private.engine(samples, 0), fast=None), own)
+        return private.probed(replace(private.engine(samples, 0), fast=None), own, method)
 
     alone_as_together(private.model, probed, len(few))

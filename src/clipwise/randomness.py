@@ -1,7 +1,7 @@
 """Random numbers: secure ones for private runs, seeded ones for tests.
 
 Receives: a shape or a count; for the seeded stream also a seed and a step.
-Gives: standard normals and uniforms, float64 on the CPU; noise added to a tensor, on the tensor's own device.
+Gives: standard normals and uniforms, float64 on the CPU; noise added to CUDA tensors, on their own device.
 
 Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ only in where the key comes from.
 """
@@ -49,14 +49,13 @@ class Stream(Protocol):
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
         ...
 
-    def noisy(self, value: Tensor, scale: float) -> Tensor:
-        """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
-        ...
-
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """(value + scale · z)/divisor for many tensors, each with its own scale and normals; rounded to ``dtype``."""
+        """(value + scale · z)/divisor for CUDA tensors, each with its own scale and normals, drawn where it is.
+
+        In float64, rounded once: to ``dtype``, or the tensor's own format.
+        """
         ...
 
     def at(self, step: int) -> Stream:
@@ -178,24 +177,14 @@ class _ChaCha20(ABC):
                 _normals(block, start)
         return out.view(tuple(shape))
 
-    def noisy(self, value: Tensor, scale: float) -> Tensor:
-        """``value`` + scale · z with z independent standard normals: drawn and added in float64, rounded once."""
-        if not value.is_cuda:
-            return add_scaled(value, self.normal(value.shape), scale)
-        key, nonce = self._next(use=2)
-        return gpu_noise.noisy(value, scale, key, int.from_bytes(nonce[4:], "little"))
-
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """(value + scale · z)/divisor for many tensors: those on one CUDA device and of one format by one launch."""
+        """(value + scale · z)/divisor for CUDA tensors: those on one device and of one format by one launch."""
         out = list(values)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, value in enumerate(values):
-            if value.is_cuda:
-                kinds.setdefault((value.device, value.dtype), []).append(i)
-            else:
-                out[i] = add_scaled(value, self.normal(value.shape), scales[i], divisor, dtype)
+            kinds.setdefault((value.device, value.dtype), []).append(i)
         for places in kinds.values():
             key, nonce = self._next(use=2)
             number = int.from_bytes(nonce[4:], "little")

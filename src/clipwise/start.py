@@ -10,6 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -82,7 +83,8 @@ def make_private(
     ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
     ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
     are what self_augmentation(augment="own") and batch_clipping ask for. ``spent`` holds what was released from these
-    data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded.
+    data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded,
+    behind what it holds already, which counts too.
     ``views`` is called for one row at a time, with that row's own generator, so that it cannot mix samples.
     """
     if isinstance(loss, nn.Module) or not callable(loss):
@@ -96,7 +98,7 @@ def make_private(
     parameters = trainable(model)
     _check_optimizer(optimizer, model, parameters)
     _warn_of_narrow(parameters)
-    fraction("delta", delta, open_end=True)
+    delta = fraction("delta", delta, open_end=True)
     if (epochs is None) == (steps is None):
         raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
     if (epsilon is None) == (noise_multiplier is None):
@@ -108,12 +110,16 @@ def make_private(
     chosen = methods.parse(method) if isinstance(method, str) else methods.flat() if method is None else method
     if not isinstance(chosen, Method):
         raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
-    chosen.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after the first batch
+    phases = chosen.phases
+    for phase in phases:
+        phase.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after some steps
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     after = postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post
+    if not isinstance(after, Post):
+        raise InputError(f"expected a post-processing such as clipwise.postprocess.heavy_ball(0.9), got {post!r}")
     dataset = as_dataset(data, collate)
-    rows = len(dataset)
-    if whole("batch", batch) > rows:
+    rows, batch = len(dataset), whole("batch", batch)
+    if batch > rows:
         raise InputError(
             f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
         )
@@ -125,21 +131,25 @@ def make_private(
         )
     count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
     size = _chunk(chunk, batch, rows, compile)
-    if chosen.companions and public is None:
-        raise InputError(f"{chosen.name} needs public inputs, got none; write public=a tensor of them")
-    if chosen.recall is not None and batch < rows:
-        raise InputError(
-            f"{chosen.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
-            f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
-        )
-    earlier = [] if spent is None else spent.entries
+    for phase in phases:
+        if phase.companions and public is None:
+            name = [part.name for part in phase.parts() if part.companions][-1]  # the innermost: not its schedule
+            raise InputError(f"{name} needs public inputs, got none; write public=a tensor of them")
+        if phase.recall is not None and batch < rows:
+            raise InputError(
+                f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
+                f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
+            )
+    held = [] if ledger is None else ledger.entries
+    added = [] if spent is None or spent is ledger else spent.entries
+    earlier = [*held, *added]
     if spent is None and TRAINED.get(model, ledger) is not ledger:
         warnings.warn(
             "this model was trained by a private run before, and the statement of this one will not count it: if its "
             "data were the same, write spent=that run's ledger",
             stacklevel=2,
         )
-    if self_test and not chosen.companions:  # a model of units takes no single rows
+    if self_test and not any(phase.companions for phase in phases):  # a model of units takes no single rows
         _try_loss(model, loss, dataset)
     plan = dice_plan(chosen, float(batch), rows)
     sigma = asked if epsilon is None else _calibrated(plan, asked, delta, rate, count, accountant, earlier)
@@ -164,15 +174,15 @@ def make_private(
         public=public,
         earlier=earlier,
     )
-    if spent is not ledger:
-        private.ledger.extend(earlier)
+    private.ledger.extend(added)
     private.test_mode()
     if chunk == "auto" or (chunk is None and not compile):
         private.fit_chunk()
     return private
 
 
-PRIVACY = frozenset(inspect.signature(make_private).parameters)  # what ``train`` hands on
+# what ``train`` hands on: it has the first four itself, and a ledger in its folder
+PRIVACY = frozenset(inspect.signature(make_private).parameters) - {"model", "optimizer", "data", "loss", "ledger"}
 
 
 def _calibrated(
@@ -205,7 +215,7 @@ def _either(one: float | None) -> str:
 
 def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int:
     """How many rows go through the model at a time; a compiled chunk holds nearly every Poisson batch whole."""
-    if isinstance(chunk, int):
+    if isinstance(chunk, Integral):
         return whole("chunk", chunk)
     if chunk not in (None, "auto"):
         raise InputError(f"chunk must be a whole number or 'auto', got {chunk!r}")
@@ -215,9 +225,9 @@ def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int
 
 
 def _seed(noise: str | int) -> int:
-    if isinstance(noise, bool) or not isinstance(noise, int):
+    if isinstance(noise, bool) or not isinstance(noise, Integral):
         raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
-    return noise
+    return int(noise)
 
 
 def _refuse_ranks(model: nn.Module) -> None:

@@ -21,6 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from clipwise import methods
 from clipwise.accounting import Ledger
 from clipwise.diagnostics import Monitor
+from clipwise.diagnostics.quality import evaluating
+from clipwise.methods import Method
 from clipwise.private import Private, PublicState
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
@@ -101,16 +103,17 @@ def train(
         writer()  # it must be installed
     private = make_private(model, chosen, data, loss=loss, ledger=Ledger(), **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
-    if monitor is not None and private.method.companions:
+    if monitor is not None and any(phase.companions for phase in private.method.phases):
         raise InputError(f"a monitor has no public companions for its rows, and {private.method.name} needs them")
+    if folder is not None:
+        _refuse_unwritten(private.method)
     if folder is not None and place is None:  # after every check, so that bad input leaves no folder
         place = RunFolder(folder)
-        earlier, private.ledger = private.ledger.entries, place.ledger()
-        private.ledger.extend(earlier)
+        ledger = place.ledger()
+        ledger.extend(private.ledger.entries)
+        private.record_in(ledger)
         if settings is not None:
             place.write(SETTINGS, settings)
-    elif place is not None:
-        private.ledger = place.ledger()  # what was spent before is in it
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
     loop = _Loop(private, chosen, plan, ema, place, evaluate, monitor, board)
@@ -172,12 +175,8 @@ class _Loop:
     def measure(self) -> None:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
         if self.evaluate is not None:
-            flags = [(module, module.training) for module in self.model.modules()]
-            self.model.eval()
-            with torch.no_grad():
+            with evaluating(self.model):
                 row.update({key: float(value) for key, value in self.evaluate(self.model).items()})
-            for module, flag in flags:  # one by one: a BatchNorm that was in eval mode stays there
-                module.training = flag
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)
@@ -229,13 +228,17 @@ class _Loop:
         for name, was in state["plan"].items():
             if self.private.plan[name] != was:
                 raise InputError(f"{name} must be the {was} that the run began with, got {self.private.plan[name]}")
-        if self.private.ledger.releases < state["releases"]:
+        ledger = self.folder.ledger()  # what was spent before is in it
+        if ledger.releases < state["releases"]:
             raise Refused(
-                f"the ledger in {self.folder.path} holds {self.private.ledger.releases} releases, expected at least "
+                f"the ledger in {self.folder.path} holds {ledger.releases} releases, expected at least "
                 f"the {state['releases']} before the checkpoint: ε would be too small; restore the ledger's file"
             )
+        self.private.record_in(ledger)
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
-        self.private.resumed(state["step"], methods.parse(state["method"]), PublicState(**state["public"]), hidden)
+        same = state["method"] == str(self.private.method)  # it need not be one that has an expression
+        method = self.private.method if same else methods.parse(state["method"])
+        self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden)
         self.private.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -247,7 +250,7 @@ class _Loop:
 
     def finish(self) -> Run:
         statement = self.private.statement()
-        citation = self.private.method.citation.bibtex()
+        citation = "\n\n".join(paper.bibtex() for paper in methods.papers([self.private.method]))
         if self.folder is not None:
             self.folder.save(MODEL, self.model.state_dict())
             self.folder.write(STATEMENT, json.dumps(statement.as_dict(), indent=2) + "\n")
@@ -259,6 +262,19 @@ class _Loop:
             self.board.close()
         place = None if self.folder is None else self.folder.path
         return Run(self.model, statement, tuple(self.metrics), place, citation, tuple(self.looks))
+
+
+def _refuse_unwritten(method: Method) -> None:
+    """Refuse a method that changes from step to step and that a checkpoint could not hold, before anything is spent."""
+    if method.after is None:
+        return
+    try:
+        methods.parse(str(method))
+    except InputError as error:
+        raise InputError(
+            f"a run with a folder can be resumed, but {method.name} changes from step to step and its expression "
+            f"cannot be read again ({error}); write clipwise.METHODS[name] = its factory, or leave folder out"
+        ) from error
 
 
 def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] | None) -> Optimizer:

@@ -10,6 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -145,14 +146,14 @@ class Citation:
 
 def positive(name: str, value: float) -> float:
     """The value, if it is a finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} must be a number above 0, got {value!r}")
     return float(value)
 
 
 def at_least_zero(name: str, value: float) -> float:
     """The value, if it is a finite number of at least zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
         raise InputError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
 
@@ -167,9 +168,9 @@ def fraction(name: str, value: float, *, open_end: bool = False) -> float:
 
 def whole(name: str, value: int, *, least: int = 1) -> int:
     """The value, if it is a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
+    return int(value)
 
 
 def one_of(name: str, value: str, known: Iterable[str] | Mapping[str, object]) -> str:

@@ -63,14 +63,7 @@ class Plan:
     @property
     def sensitivity(self) -> float:
         """What noise multipliers are over: how far one draw of one sample moves all that its event pays for."""
-        c1, c2 = self.clip_norm, self.feedback_norm
-        if self.memory == "full":
-            return c1  # the memory stands in the event
-        if self.memory == "none":
-            return c1 + 2 * c2
-        if self.memory == "blocks":
-            return math.sqrt(c1**2 + 4 * (self.groups - 1) * c2**2)
-        return math.sqrt(c1**2 + 4 * c1 * c2 + 8 * c2**2)
+        return sensitivity(self.memory, self.clip_norm, self.feedback_norm, self.groups)
 
     @property
     def step_rate(self) -> float:
@@ -100,6 +93,18 @@ class Plan:
         """The least noise multiplier, to within 1e-3 of itself, at which so many steps cost at most ``epsilon``."""
         whole("steps", steps)
         return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant)
+
+
+def sensitivity(memory: str, clip_norm: float, feedback_norm: float, groups: int) -> float:
+    """``Plan.sensitivity``: it does not depend on how samples are drawn."""
+    c1, c2 = clip_norm, feedback_norm
+    if memory == "full":
+        return c1  # the memory stands in the event
+    if memory == "none":
+        return c1 + 2 * c2
+    if memory == "blocks":
+        return math.sqrt(c1**2 + 4 * (groups - 1) * c2**2)
+    return math.sqrt(c1**2 + 4 * c1 * c2 + 8 * c2**2)
 
 
 def claimed_epsilon_unsound(

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from clipwise.types import (
     BlockGaussian,
@@ -20,12 +20,12 @@ from clipwise.types import (
     Gaussian,
     InputError,
     MemoryGaussian,
-    PoissonGaussian,
     Refused,
     at_least_zero,
     fraction,
     one_of,
     positive,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def cost(event: Event) -> Cost | None:
 
     *Guarantees*: only events with a proof pass; a subclass may mean something else, so it is refused too.
     """
-    if type(event) not in (PoissonGaussian, Gaussian, MemoryGaussian, BlockGaussian):
+    if type(event) not in get_args(Event):
         raise Refused(
             f"there is no privacy proof for an event of type {type(event).__name__}: write PoissonGaussian("
             "noise_multiplier, sampling_rate), or another of clipwise.types.Event, the releases that accounting knows"
@@ -133,7 +133,7 @@ def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
     counts: Counter[Cost] = Counter()
     for event, count in entries:
         found = cost(event)
-        if found is not None:
+        if whole("count", count, least=0) and found is not None:
             counts[found] += count
     return counts
 
@@ -167,7 +167,7 @@ def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = 
     fraction("delta", delta, open_end=True)
     one_of("accountant", accountant, ACCOUNTANTS)
     costs = counted(entries)
-    if not costs.total():
+    if not costs:
         return 0.0
     if _interval(costs) > 1:
         return math.inf

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from clipwise.accounting.events import RELATION, cost, discretisation, spent
-from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused
+from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused, whole
 
 # how a line calls each kind of release
 KINDS: dict[str, type[Event]] = {
@@ -73,7 +73,7 @@ class Ledger:
     def extend(self, entries: Iterable[tuple[Event, int]]) -> None:
         """Count what another ledger holds, such as an earlier use of the same data."""
         for event, count in entries:
-            for _ in range(count):
+            for _ in range(whole("count", count, least=0)):
                 self.record(event)
 
     def sync(self) -> None:

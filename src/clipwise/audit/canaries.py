@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from clipwise.methods import Method, schedule
+from clipwise.methods import Method
 from clipwise.models import Accompanied
 from clipwise.step import weigh
 from clipwise.types import Batch, Gradient
@@ -195,25 +195,17 @@ def active(method: Method) -> Iterator[Method]:
     """The method and what it is made of at its present step, from the outside to the inside."""
     yield method
     base, phases = method.settings.get("base"), method.settings.get("phases")
-    if isinstance(phases, list):
+    if isinstance(phases, tuple):
         step = int(str(method.settings["step"]))
         base = [inner for first, inner in phases if first <= step][-1]
     if isinstance(base, Method):
         yield from active(base)
 
 
-def phases(method: Method) -> tuple[Method, ...]:
-    """The method at the beginning of each of its phases; most have one."""
-    plan = method.settings.get("phases")
-    if method.name != "schedule" or not isinstance(plan, list):
-        return (method,)
-    return tuple(schedule(plan, first) for first, _ in plan)
-
-
 def worlds(method: Method, canaries: int) -> tuple[World, ...]:
     """Every world that the table has for this method, each in ``canaries`` copies where copies do not meet."""
     found: list[World] = []
-    plan = phases(method)
+    plan = method.phases
     for number, now in enumerate(plan, start=1):
         names = [inner.name for inner in active(now)]
         plants = dict.fromkeys(plant for name in names for plant in CANARIES.get(name, (saturating,)))
@@ -227,12 +219,10 @@ def worlds(method: Method, canaries: int) -> tuple[World, ...]:
 
 
 def _layers(method: Method) -> tuple[str, ...]:
-    """Names of layers that fill every block that the method names."""
-    for inner in active(method):
-        base = inner.settings.get("base")
-        if isinstance(base, Mapping):
-            return tuple(str(key).strip(".") or "rest" for key in base)
-    return LAYERS
+    """Names of layers that fill every block that the method names, in any of its phases."""
+    bases = (inner.settings.get("base") for phase in method.phases for inner in active(phase))
+    keys = (str(key) for base in bases if isinstance(base, Mapping) for key in base)
+    return tuple(dict.fromkeys(key.strip(".") or "rest" for key in keys)) or LAYERS
 
 
 def _lengths(method: Method, layers: tuple[str, ...]) -> Tensor:

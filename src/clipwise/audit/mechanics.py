@@ -56,9 +56,11 @@ def mechanics(
         private.method = method
         private.step(batch)
         noises.append(_standardised(private, method))
-        if method.count is not None and method.unit == 1:  # a norm of 0 is below every clip norm: each adds ½
-            away = noisy_count(method, private.method, private.expected_batch) - 0.5 * len(batch)
-            counts.append(away * math.sqrt(method.count.share) / (0.5 * noise_multiplier))
+        if method.count is not None and private.observed is not None:
+            # a norm of 0 is below every clip norm: each unit that somebody joined adds ½
+            noisy = noisy_count(method, private.method, private.expected_batch / method.unit)
+            away = noisy - 0.5 * private.observed.samples
+            counts.append(away * math.sqrt(method.count.share) / (0.5 * method.moves * noise_multiplier))
         drawn.append(torch.zeros(size, dtype=torch.bool).index_fill(0, batch.indices, True))
     z, there = torch.stack(noises).numpy(), torch.stack(drawn).numpy()
     found = [

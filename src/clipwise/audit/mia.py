@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.audit.bounds import Array
+from clipwise.diagnostics import outputs
 from clipwise.types import InputError, fraction, whole
 
-ROWS = 1024  # that go through a model at a time
 POINTS = 201  # of a curve that is written down
 
 
@@ -69,14 +69,7 @@ def roc(members: Array, others: Array, confidence: float = 0.95) -> Roc:
 
 def logits(model: nn.Module, inputs: Tensor) -> Tensor:
     """The model's outputs for all inputs, in evaluation mode, float64."""
-    device = next(model.parameters()).device
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    with torch.no_grad():
-        found = [model(piece.to(device)).double().cpu() for piece in inputs.split(ROWS)]
-    for module, flag in flags:
-        module.training = flag
-    return torch.cat(found)
+    return outputs(model, inputs).double()
 
 
 def logistic_attack(

@@ -56,7 +56,7 @@ def private_for(
         batch=round(world.rate * size),
         noise=noise,
         chunk=world.chunk,
-        public=world.public if world.method.companions else None,
+        public=world.public if any(phase.companions for phase in world.method.phases) else None,
         self_test=False,
     )
 
@@ -69,15 +69,15 @@ def scores(world: World, private: Private, method: Method) -> Tensor:
     found = world.scores(method, {name: value * units for name, value in released.items()})
     if world.counts and method.count is not None:
         # the canary's part is −½; the count's share p_c of the likelihood ratio is p_c · count/(−½)
-        found[0] -= 2 * method.count.share / method.moves * noisy_count(method, private.method, private.expected_batch)
+        found[0] -= 2 * method.count.share / method.moves * noisy_count(method, private.method, units)
     return found
 
 
-def noisy_count(before: Method, after: Method, expected_batch: float) -> float:
-    """The noisy count that moved an adaptive clip norm: C' = C exp(−η (b/B + ½ − γ)), solved for b."""
+def noisy_count(before: Method, after: Method, units: float) -> float:
+    """The noisy count that moved an adaptive clip norm: C' = C exp(−η (b/units + ½ − γ)), solved for b."""
     then, now = (next(m for m in active(method) if m.name == "adaptive") for method in (before, after))
     rate, quantile = (float(str(then.settings[key])) for key in ("rate", "quantile"))
-    return expected_batch * (-math.log(now.bound / then.bound) / rate - 0.5 + quantile)
+    return units * (-math.log(now.bound / then.bound) / rate - 0.5 + quantile)
 
 
 def observe(world: World, *, noise_multiplier: float, steps: int, noise: str | int) -> Seen:

@@ -29,7 +29,6 @@ from clipwise import accounting, methods
 from clipwise.accounting import Ledger, spent
 from clipwise.accounting.calibration import least_noise
 from clipwise.cli.runs import (
-    _steps,
     loss_of,
     network,
     new_folder,
@@ -37,6 +36,7 @@ from clipwise.cli.runs import (
     short,
     spent_before,
     splits_for,
+    steps_of,
     use_threads,
 )
 from clipwise.cli.screen import rendered
@@ -48,7 +48,7 @@ from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import Loss, per_sample
 from clipwise.report.figures import Axis, Bars, Figure, Line, Mark, Panel, Rule
-from clipwise.report.folder import LEDGER, write
+from clipwise.report.folder import LEDGER, refuse_used, write
 from clipwise.report.page import TOGGLE, document, figure_html, plain
 from clipwise.report.plots import plotted
 from clipwise.sampling import chunks
@@ -94,10 +94,9 @@ def run(config: AdviseConfig) -> str:
     assert plan.model is not None  # it is resolved
     use_threads(plan)
     splits = splits_for(plan, plan.model)
-    steps, rate = _steps(plan, len(splits.train)), min(1.0, plan.batch / len(splits.train))
+    steps, rate = steps_of(plan, len(splits.train)), min(1.0, plan.batch / len(splits.train))
     folder = Path(config.folder or new_folder(f"advise-{short(config.data)}"))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"the folder {folder} is not empty: choose another with --folder")
+    refuse_used(folder)
     if config.spend is not None:
         advice, figures = _from_norms(config, plan, splits, rate, steps, folder)
     else:

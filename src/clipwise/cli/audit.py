@@ -198,7 +198,7 @@ class _Again:
         """Attacks on the run's own model: its training rows are members, its test rows are not."""
         members, others = self._splits.train.data, self._splits.test.data
         model, _, _ = network(self._run.settings, self._all)
-        model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True))
+        model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True, map_location="cpu"))
         found = {"logistic": logistic_attack(model, members, others)}
         if shadows:
             everybody = tuple(torch.cat(pair) for pair in zip(members, others, strict=True))

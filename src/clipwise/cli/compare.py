@@ -22,6 +22,7 @@ from clipwise.config import CompareConfig, TrainConfig
 from clipwise.report import epsilon_together, own, read, written
 from clipwise.report.answer import ranking
 from clipwise.report.answer import rows as numbers
+from clipwise.report.folder import refuse_used
 from clipwise.types import InputError
 
 NOTE = (
@@ -61,8 +62,7 @@ def run(config: CompareConfig) -> str:
     if splits.task == "regression":
         raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
     folder = Path(config.folder or new_folder(f"compare-{short(config.data)}"))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"the folder {folder} is not empty: choose another with --folder")
+    refuse_used(folder)
     rows = []
     chosen = [methods.parse(plan.method) for _, plan in plans]
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from clipwise import methods, postprocess
-from clipwise.cli.runs import loss_of, network, new_folder, optimizers, resolved, run_one, splits_for
+from clipwise.cli.runs import loss_of, network, new_folder, optimizer_of, resolved, run_one, splits_for, steps_of
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
 from clipwise.data import Splits
+from clipwise.diagnostics import quality
 from clipwise.engine import Here
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
 from clipwise.experiments.experiment import only
@@ -38,7 +39,7 @@ from clipwise.experiments.results import summary, written
 from clipwise.methods import Method
 from clipwise.records import Capture, Loss
 from clipwise.report import RunFolder
-from clipwise.types import InputError, Refused, one_of, positive, whole
+from clipwise.types import InputError, Refused, whole
 
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
@@ -170,7 +171,7 @@ class _Study:
         """What is measured while a run goes on, beside test accuracy."""
         row: dict[str, float] = {}
         if "train" in self.experiment.measures:
-            seen = measures.quality(model, splits.train.take(keys))
+            seen = quality(model, splits.train.take(keys))
             row |= {f"train_{name}": value for name, value in seen.items()}
         if "gradients" in self.experiment.measures:
             device = next(model.parameters()).device
@@ -195,14 +196,14 @@ class _Study:
         model, _, splits = network(plan, splits)
         device = next(model.parameters()).device
         splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
-        method, steps = methods.parse(plan.method), _steps(plan, len(splits.train))
+        method, steps = methods.parse(plan.method), steps_of(plan, len(splits.train))
         every = plan.evaluate_every or -(-steps // MEASUREMENTS)
         keys = self._keys(plan, splits)
         rows: Curve = []
 
         def look(step: int, engine: Callable[[Tensor], Here]) -> None:
             if step % every == 0 or step == steps:
-                seen = measures.quality(model, splits.test)
+                seen = quality(model, splits.test)
                 rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
 
         iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
@@ -217,7 +218,7 @@ class _Study:
         problem = self.experiment.problem
         assert problem is not None  # the caller looked
         model, loss, data = posed(problem)
-        steps = _steps(plan, len(data))
+        steps = steps_of(plan, len(data))
         rows: Curve = [{"step": 0.0, **place(model, problem)}]
         _descended(
             plan,
@@ -234,11 +235,7 @@ class _Study:
 def _descended(
     plan: TrainConfig, model: nn.Module, loss: Loss, data: Any, method: Method, steps: int, look: Any, keep: int = 0
 ) -> Any:
-    known_ = {"momentum": plan.momentum, "weight_decay": plan.weight_decay}
-    given = {name: value for name, value in known_.items() if value is not None}
-    rate = positive("learning_rate", plan.learning_rate or 0)
-    kind: Any = optimizers()[one_of("optimizer", plan.optimizer, optimizers())]
-    optimizer = kind(model.parameters(), lr=rate, **given)
+    optimizer = optimizer_of(plan, model.parameters())
     return descend(
         model,
         loss,
@@ -273,10 +270,6 @@ def _placed(data: str, folder: str) -> str:
     if name == "digits":
         return data
     return data.replace("DIR", folder) if ":" in name else f"{name}:{Path(folder) / name}{mark}{options}"
-
-
-def _steps(plan: TrainConfig, samples: int) -> int:
-    return plan.steps or max(1, round(positive("epochs", plan.epochs or 0) * samples / whole("batch", plan.batch)))
 
 
 def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path, ...]) -> dict[str, Any]:

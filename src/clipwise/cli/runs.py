@@ -29,19 +29,17 @@ from clipwise.accounting import Ledger
 from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
-from clipwise.diagnostics import Monitor, calibration
+from clipwise.diagnostics import Monitor, calibration, predicted, quality
 from clipwise.methods import Method
 from clipwise.private import Private, cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
-from clipwise.sampling import chunks
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
-ROWS = 1024  # evaluated at a time
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
 LOOKS_APART = 50  # steps at least, so that looks cost little
 # the network for each data set, unless one is named; mlp for the others
@@ -162,24 +160,8 @@ def _narrow(loss: Loss, model: nn.Module, batch: Batch) -> Tensor:
 
 def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
     """What a run writes down about its test data: accuracy and mean loss, or the root of the mean squared error."""
-    if splits.task == "classes":
-        return accuracy(splits.test, model)
-    total = 0.0
-    for rows in chunks(torch.arange(len(splits.test)), ROWS):
-        batch = tuple(t.to(next(model.parameters()).device) for t in splits.test.rows(rows))
-        total += float(squared_error(model, batch).sum())
-    return {"error": splits.unit * (total / len(splits.test)) ** 0.5, "loss": total / len(splits.test)}
-
-
-def accuracy(data: Arrays, model: nn.Module) -> dict[str, float]:
-    """Accuracy and mean loss over the data."""
-    right = total = 0.0
-    for rows in chunks(torch.arange(len(data)), ROWS):
-        inputs, labels = (t.to(next(model.parameters()).device) for t in data.rows(rows))
-        outputs = model(inputs)
-        right += float((outputs.argmax(1) == labels).sum())
-        total += float(nn.functional.cross_entropy(outputs, labels, reduction="sum"))
-    return {"accuracy": right / len(data), "loss": total / len(data)}
+    found = quality(model, splits.test)
+    return found if splits.task == "classes" else {"error": splits.unit * found["loss"] ** 0.5, **found}
 
 
 def run_one(
@@ -198,14 +180,14 @@ def run_one(
     model, public, splits = network(config, splits)
     device = next(model.parameters()).device
     splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
-    steps = _steps(config, len(splits.train))
+    steps = steps_of(config, len(splits.train))
     every = (
         -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
     )
     # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart
     apart = every if beside else every * -(-LOOKS_APART // every)
     monitor = _monitor(config, splits, apart if config.diagnose_every is None else config.diagnose_every, beside)
-    done, again = 0, f"clipwise train --resume {shlex.quote(str(folder))}"
+    done, again = 0, _again(config, folder)
     with _patient(bar) as heard:
 
         def progress(private: Private, row: Mapping[str, float]) -> None:
@@ -261,6 +243,13 @@ def run_one(
     return finished
 
 
+def _again(config: TrainConfig, folder: Path) -> str:
+    """The command that goes on with the run in this folder, where it is now: its settings do not say where."""
+    words = ["clipwise", "train", "--resume", str(folder)]
+    words += ["--device", config.device] if config.device != "cpu" else []
+    return shlex.join([*words, "--tensorboard"] if config.tensorboard else words)
+
+
 def spent_before(folder: str | None) -> Ledger | None:
     """What an earlier use of the same data released."""
     if folder is None:
@@ -282,13 +271,7 @@ def _monitor(config: TrainConfig, splits: Splits, every: int, beside: Sequence[M
 
 def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
     """Keep how honest the final model's confidences are, for the report."""
-    device = next(model.parameters()).device
-    model.eval()
-    with torch.no_grad():
-        outputs = [
-            model(splits.test.rows(rows)[0].to(device)).cpu() for rows in chunks(torch.arange(len(splits.test)), ROWS)
-        ]
-    logits, labels = torch.cat(outputs), splits.test.rows(torch.arange(len(splits.test)))[1].cpu()
+    logits, labels = predicted(model, splits.test)
     if bool(logits.isfinite().all()):  # a run that diverged has no confidences
         write(folder / CALIBRATION, json.dumps(calibration(logits, labels).as_dict(), indent=1) + "\n")
 
@@ -328,7 +311,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _steps(config: TrainConfig, samples: int) -> int:
+def steps_of(config: TrainConfig, samples: int) -> int:
+    """How many steps the settings ask for, on so many samples."""
     if config.steps is not None:
         return whole("steps", config.steps)
     return max(1, round(positive("epochs", config.epochs or 0) * samples / whole("batch", config.batch)))
@@ -356,7 +340,7 @@ def _patient(bar: Bar) -> Iterator[threading.Event]:
 
 def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:
     """The optimizer that the settings name, with those of its options that they give."""
-    kind = optimizers()[config.optimizer]
+    kind = optimizers()[one_of("optimizer", config.optimizer, optimizers())]
     known = inspect.signature(kind).parameters
     given: dict[str, Any] = {"lr": positive("learning_rate", config.learning_rate or 0)}
     for name in ("momentum", "weight_decay"):

@@ -10,7 +10,7 @@ import json
 import math
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.table import Table
@@ -50,8 +50,9 @@ def run(config: TrainConfig) -> str:
 
 
 def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
-    """The settings of the run, with what this call says about output; anything else would make it another run."""
-    spoken = {name: getattr(config, name) for name in ("json", "json_lines", "quiet", "threads", "resume")}
+    """The settings of the run, with what this call says about how and where; anything else would make it another."""
+    free = [each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"]
+    spoken = {name: getattr(config, name) for name in free}
     for name, value in vars(config).items():
         if value != getattr(made(TrainConfig, spoken), name):
             raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
@@ -77,7 +78,7 @@ def _summary(finished: Run, evaluated: int, seconds: float) -> str:
     table.add_row("method", Text(stated.method))
     name, value = quality(last)
     table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {evaluated} evaluation samples")
-    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} steps")
+    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} releases")
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")
     return f"{rendered(table)}written to  {finished.folder}\n"

@@ -252,7 +252,7 @@ def _refuse_loader(loader: DataLoader[Any]) -> NoReturn:
         why = f"under its {type(sampler).__name__} the sampling rate, and with it ε, would be wrong"
     write = "data=loader.dataset"
     if loader.collate_fn is not default_collate:
-        write = "data=as_dataset(loader.dataset, collate=loader.collate_fn)"
+        write += ", collate=loader.collate_fn"
     raise Refused(f"data must be a data set, got a DataLoader: {why}; write {write} (clipwise draws Poisson batches)")
 
 

@@ -5,13 +5,14 @@ Gives: numbers marked ``not private``; on a public proxy they cost the training 
 
 To read in this order: seen (a batch's norms and mean), together (products of several weightings, in one pass), bias
 (what methods do), measure (all of it, and the monitor of a run), window (over iterates), ntk (the tangent kernel under
-clipping), calibration (of predictions).
+clipping), quality (of predictions) and their calibration.
 """
 
 from clipwise.diagnostics.bias import ClippingBias, Effect, clipping_bias
 from clipwise.diagnostics.calibration import Calibration, calibration, temperature
 from clipwise.diagnostics.measure import Diagnosis, Monitor, measure
 from clipwise.diagnostics.ntk import Flow, Kernel, Tangent, flow, gram, kernel, logit, logit_rows, ntk
+from clipwise.diagnostics.quality import outputs, predicted, quality
 from clipwise.diagnostics.window import Independence, independence
 
 __all__ = [
@@ -34,5 +35,8 @@ __all__ = [
     "logit_rows",
     "measure",
     "ntk",
+    "outputs",
+    "predicted",
+    "quality",
     "temperature",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.accounting.dice import sensitivity
 from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen, within
 from clipwise.diagnostics.together import products
 from clipwise.methods import Block, Method
@@ -172,16 +173,24 @@ def _bias(gg: float, kk: float, kg: float, **known: Any) -> ClippingBias:
 def _noise(
     looked: Seen, blocks: Sequence[Block], method: Method, noise_multiplier: float | None, expected_batch: float | None
 ) -> dict[str, float] | None:
-    """Expected squared length of the noise in each parameter of the released mean: d (σ C_r)²/share_r/B²."""
+    """Expected squared length of the noise in each parameter of the released mean: d (σ Δ_r)²/share_r/B²."""
     if (noise_multiplier is None) != (expected_batch is None):
         raise InputError("the noise of a release needs both its noise_multiplier and its expected_batch, got one")
     if noise_multiplier is None or expected_batch is None:
         return None
-    scale = positive("noise_multiplier", noise_multiplier) * method.moves
+    sigma = positive("noise_multiplier", noise_multiplier)
     units = positive("expected_batch", expected_batch) / method.unit
     like: Mapping[str, Tensor] = looked.gradients.like
     return {
-        name: like[name].numel() * (scale * block.bound / units) ** 2 / block.share
+        name: like[name].numel() * (sigma * _moved(method, block, expected_batch) / units) ** 2 / block.share
         for block in blocks
         for name in block.names
     }
+
+
+def _moved(method: Method, block: Block, expected_batch: float) -> float:
+    """Δ_r, what the step's noise is scaled by: how far one sample moves the block's sum, with what is fed back."""
+    feedback = method.feedback
+    if feedback is None:
+        return method.moves * block.bound
+    return sensitivity(feedback.memory, block.bound, expected_batch * feedback.clip_norm, feedback.blocks)

@@ -10,44 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clipwise import methods
 from clipwise.audit import logistic_attack
 from clipwise.data import Arrays
-from clipwise.diagnostics import calibration, independence, measure
+from clipwise.diagnostics import calibration, independence, measure, predicted
 from clipwise.engine import Here
-from clipwise.experiments.noise_free import rows_of
 from clipwise.methods import Method
 from clipwise.types import Gradient
 
-ROWS = 1024  # that go through a model at a time
 Curve = list[dict[str, float]]
-
-
-def outputs(model: nn.Module, data: Arrays) -> tuple[Tensor, Tensor]:
-    """The model's outputs for all rows, in evaluation mode, and the labels or targets; both on the CPU."""
-    device = next(model.parameters()).device
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    found, wanted = [], []
-    with torch.no_grad():
-        for piece in torch.arange(len(data)).split(ROWS):
-            inputs, labels = rows_of(data, piece, device)
-            found.append(model(inputs).cpu())
-            wanted.append(labels.cpu())
-    for module, flag in flags:
-        module.training = flag
-    return torch.cat(found), torch.cat(wanted)
-
-
-def quality(model: nn.Module, data: Arrays) -> dict[str, float]:
-    """Accuracy and mean loss of a classifier; the mean squared error of a regression."""
-    out, wanted = outputs(model, data)
-    if wanted.is_floating_point():
-        return {"loss": float((out.squeeze(1) - wanted).square().mean())}
-    loss = nn.functional.cross_entropy(out, wanted)
-    return {"accuracy": float((out.argmax(1) == wanted).double().mean()), "loss": float(loss)}
 
 
 def gradients(engine: Here, rows: Any, method: Method, compare: Mapping[str, Method]) -> dict[str, float]:
@@ -82,7 +55,7 @@ def gradients(engine: Here, rows: Any, method: Method, compare: Mapping[str, Met
 
 def calibrated(model: nn.Module, test: Arrays) -> tuple[dict[str, float], Curve]:
     """ECE, MCE, NLL and mean confidence, and the reliability diagram."""
-    found = calibration(*outputs(model, test))
+    found = calibration(*predicted(model, test))
     bins = [
         {"confidence": each.confidence, "accuracy": each.accuracy, "samples": float(each.samples)}
         for each in found.bins

@@ -23,7 +23,7 @@ def adaptive(clip_norm: float = 1.0, quantile: float = 0.5, rate: float = 0.2, c
 
     Gradient and count are one Gaussian release: 1/σ² = 1/s_g² + 1/(2 s_b)². The count's share of that is
     ``count_share`` = (σ/2s_b)², so s_b = σ/(2√share) and s_g = σ/√(1 − share). The update divides by the expected
-    batch, never by the realised one.
+    number of units, which are samples unless ``p_average`` merges them; never by the realised one.
     """
     now = positive("clip_norm", clip_norm)
     quantile, rate = fraction("quantile", quantile, open_end=True), positive("rate", rate)
@@ -32,10 +32,10 @@ def adaptive(clip_norm: float = 1.0, quantile: float = 0.5, rate: float = 0.2, c
     def below(norms: Tensor) -> Tensor:
         return (norms <= now).to(norms.dtype) - 0.5  # 1[n ≤ C] − ½, of sensitivity ½
 
-    def after(released: Released, expected_batch: float) -> Method:
+    def after(released: Released, units: float) -> Method:
         noisy = float(released.counts["count"])
         # C_{t+1} = C_t exp(−η_C (b_t/B + ½ − γ)); limited so that one wild draw cannot leave the range of floats
-        power = -rate * (noisy / expected_batch + 0.5 - quantile)
+        power = -rate * (noisy / units + 0.5 - quantile)
         following = min(max(now * math.exp(min(max(power, -50.0), 50.0)), 1e-12), 1e12)
         return adaptive(following, quantile, rate, share)
 

@@ -1,6 +1,6 @@
 """Layerwise clipping: each block of parameters is clipped on its own; the noise follows the joint sensitivity.
 
-Receives: a base method, or one for each block by the prefix of its parameters' names.
+Receives: a base method, or one for each block by the module that its parameters are in.
 Gives: a Method with one Block per layer, whose joint bound is √Σ C_r².
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Literal
 
 from clipwise.methods.citations import MCMAHAN_2018
@@ -21,19 +23,21 @@ Noise = Literal["equal", "proportional"]
 def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = "equal") -> Method:
     """Per-layer clipping.
 
-    ``layerwise(flat(1.0))`` gives each of L layers C/√L, so that the joint sensitivity is flat's; a mapping from the
-    beginnings of parameter names to methods gives each block its own bound. Noise is σ√ΣC_r² in every block
-    ("equal"), or σ C_r √L ("proportional"): both are one Gaussian mechanism with noise multiplier σ.
+    ``layerwise(flat(1.0))`` gives each of L layers C/√L, so that the joint sensitivity is flat's; a mapping from names
+    of modules or parameters to methods gives each block its own bound: a parameter is in the block of the longest name
+    that holds it, and "" holds them all. Noise is σ√ΣC_r² in every block ("equal"), or σ C_r √L ("proportional"):
+    both are one Gaussian mechanism with noise multiplier σ.
     """
     one_of("noise", noise, ("equal", "proportional"))
     chosen = flat() if base is None else base
-    given = dict(chosen) if isinstance(chosen, Mapping) else None
+    given = MappingProxyType(dict(chosen)) if isinstance(chosen, Mapping) else None
     if given is not None and not given:
         raise InputError("layerwise needs at least one block, got {}; write layerwise({'': flat(1.0)})")
     for method in given.values() if given is not None else [chosen]:
         if not isinstance(method, Method) or "clip_norm" not in method.settings or method.feedback or method.count:
             raise InputError(f"layerwise takes methods with one fixed bound such as flat(1.0), got {method}")
 
+    @cache  # the same blocks whenever they are asked for: what was recorded for some serves for equal ones
     def split(names: Sequence[str]) -> tuple[Block, ...]:
         members = _by_prefix(names, given) if given is not None else _by_layer(names)
         if given is not None:
@@ -63,7 +67,7 @@ def _by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def _by_prefix(names: Sequence[str], given: Mapping[str, Method]) -> dict[str, tuple[str, ...]]:
     blocks: dict[str, list[str]] = {}
     for name in names:
-        matching = [key for key in given if name.startswith(key)]
+        matching = [key for key in given if _holds(key, name)]
         if not matching:
             raise InputError(f"no block of layerwise holds the parameter {name}; add a block '' for the rest")
         blocks.setdefault(max(matching, key=len), []).append(name)
@@ -71,3 +75,8 @@ def _by_prefix(names: Sequence[str], given: Mapping[str, Method]) -> dict[str, t
         if key not in blocks:
             raise InputError(f"no parameter falls in the block {key!r} of layerwise; {nearest(key, names)}")
     return {key: tuple(own) for key, own in blocks.items()}
+
+
+def _holds(key: str, name: str) -> bool:
+    """Whether the parameter is the one of this name or in the module of this name; everything is in ""."""
+    return not key or name == key or name.startswith(key if key.endswith(".") else f"{key}.")

@@ -1,15 +1,17 @@
 """What a clipping method is: a frozen value.
 
 Receives: a weight function with its bound, where gradients are taken, and what else the method asks for.
-Gives: Method, whose ``blocks`` for given parameters and whose ``gradients`` of a chunk are all that a step needs.
+Gives: Method, whose ``blocks`` for given parameters and whose ``gradients`` of a chunk are all that a step needs;
+papers, what to cite for methods.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
 from clipwise.types import Batch, Citation, Gradient, InputError, Released, positive
 
@@ -115,7 +117,8 @@ class Method:
     bound: float
     split: Callable[[Sequence[str]], tuple[Block, ...]] | None = None  # None: all parameters are one block
     count: Count | None = None
-    after: Callable[[Released, float], Method] | None = None  # (released, expected batch) → next step's method
+    after: Callable[[Released, float], Method] | None = None  # (released, expected units) → next step's method
+    later: Callable[[], tuple[Method, ...]] | None = None  # the method as it begins each of its later phases
     probe: Probe | None = None  # where gradients are taken; None: at θ
     past: int = 0  # earlier iterates that the probe looks at
     rows: int = 1  # rows that go through the model for one sample
@@ -124,10 +127,18 @@ class Method:
     recall: float | None = None  # γ of one momentum per sample: v ← γ v + (1 − γ) v of the step before
     feedback: Feedback | None = None
 
+    def __post_init__(self) -> None:
+        """Fix the settings: they say what the method is."""
+        object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The value itself: nothing of it can change."""
+        return self
+
     def blocks(self, names: Sequence[str]) -> tuple[Block, ...]:
         """The blocks of a model with these parameters; their shares and the count's add up to one."""
         if self.split is not None:
-            return self.split(names)
+            return self.split(tuple(names))
         return (Block(tuple(names), self.weigh, self.bound, 1.0 - (self.count.share if self.count else 0.0)),)
 
     def sensitivity(self, names: Sequence[str] = (), relation: Relation = "add-remove") -> float:
@@ -144,9 +155,19 @@ class Method:
         """v_i of each row: where the probe says, or at θ."""
         return engine.gradients(rows) if self.probe is None else self.probe(engine, rows)
 
-    def next(self, released: Released, expected_batch: float) -> Method:
-        """The method for the next step, computed from released values only."""
-        return self if self.after is None else self.after(released, expected_batch)
+    def next(self, released: Released, units: float) -> Method:
+        """The method for the next step, computed from released values only; ``units`` is how many were expected."""
+        return self if self.after is None else self.after(released, units)
+
+    @property
+    def phases(self) -> tuple[Method, ...]:
+        """The method now and as it begins each of its later phases; most have one."""
+        return (self,) if self.later is None else (self, *self.later())
+
+    def parts(self) -> Iterator[Method]:
+        """The method and those it is made of."""
+        yield self
+        yield from _within(self.settings)
 
     def __str__(self) -> str:
         """The expression that ``methods.parse`` turns into this method again."""
@@ -158,16 +179,39 @@ def wrapped(base: object, factory: Callable[..., Method], settings: Mapping[str,
     if not isinstance(base, Method):
         raise InputError(f"{factory.__name__} takes a method such as flat(1.0), got {base!r}")
 
-    def after(released: Released, expected_batch: float) -> Method:
-        return factory(base.next(released, expected_batch), **settings)
+    def after(released: Released, units: float) -> Method:
+        return factory(base.next(released, units), **settings)
+
+    def later() -> tuple[Method, ...]:
+        return tuple(factory(phase, **settings) for phase in base.phases[1:])
 
     return replace(
         base,
         name=factory.__name__,
         settings={"base": base, **settings},
         after=None if base.after is None else after,
+        later=None if base.later is None else later,
         **changes,  # type: ignore[arg-type]
     )
+
+
+def papers(methods: Iterable[Method]) -> dict[Citation, list[str]]:
+    """What to cite for these methods and those they are made of: each paper once, with the methods it stands for."""
+    found: dict[Citation, list[str]] = {}
+    for part in (part for method in methods for part in method.parts()):
+        names = found.setdefault(part.citation, [])
+        names += [part.name] if part.name not in names else []
+    return found
+
+
+def _within(value: object) -> Iterator[Method]:
+    if isinstance(value, Method):
+        yield from value.parts()
+    elif isinstance(value, Mapping):
+        yield from _within(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _within(item)
 
 
 def _written(value: object) -> str:

@@ -29,16 +29,30 @@ def schedule(phases: Sequence[tuple[int, Method]] | None = None, step: int = 0) 
     hidden = [method for _, method in given if method.feedback or method.recall]
     if hidden:
         raise InputError(f"a phase cannot be a method with private state, whose bound is for a whole run: {hidden[0]}")
-    index = max(i for i, first in enumerate(firsts) if first <= whole("step", step, least=0))
+    return _scheduled(tuple(zip(firsts, (method for _, method in given), strict=True)), whole("step", step, least=0))
+
+
+def _scheduled(given: tuple[tuple[int, Method], ...], step: int) -> Method:
+    index = max(i for i, (first, _) in enumerate(given) if first <= step)
     active = given[index][1]
 
-    def after(released: Released, expected_batch: float) -> Method:
-        following = [
-            (first, method.next(released, expected_batch) if i == index else method)
-            for i, (first, method) in enumerate(given)
-        ]
-        return schedule(following, step + 1)
+    def at(step: int, place: int, method: Method) -> Method:
+        return _scheduled((*given[:place], (given[place][0], method), *given[place + 1 :]), step)
 
-    settings = {"phases": [list(phase) for phase in given], "step": step}
-    past = max(method.past for _, method in given)  # a later phase may look back to steps of an earlier one
-    return replace(active, name="schedule", citation=BU_2023_CONVERGENCE, settings=settings, after=after, past=past)
+    def after(released: Released, units: float) -> Method:
+        return at(step + 1, index, active.next(released, units))
+
+    def later() -> tuple[Method, ...]:
+        # a phase may have phases of its own
+        own = ((i, method) for i in range(index, len(given)) for method in given[i][1].phases)
+        return tuple(at(max(step, given[i][0]), i, method) for i, method in own)[1:]
+
+    return replace(
+        active,
+        name="schedule",
+        citation=BU_2023_CONVERGENCE,
+        settings={"phases": given, "step": step},
+        after=after,
+        later=later,
+        past=max(method.past for _, method in given),  # a later phase may look back to steps of an earlier one
+    )

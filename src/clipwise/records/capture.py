@@ -122,16 +122,18 @@ def scouted(
     once = batch_size(batch)
     few, more = (once, 2 * once) if whole else (2, 3)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng(devices={t.device for t in tensors(batch) if t.is_cuda}), torch.enable_grad():
-        with Scout(parameters) as scout:
-            check_losses(loss(model, _taken(batch, few, whole)), few)
-        with Compare(parameters, scout.log, few, more) as compare:
-            check_losses(loss(model, _taken(batch, more, whole)), more)
-        plan = tuple(compare.plan)
-        _check_plan(model, loss, batch if whole else _taken(batch, min(once, 3), True), plan, parameters)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():  # a spectral norm's power iteration, for one
-            buffer.copy_(kept[name])
+    try:
+        with torch.random.fork_rng(devices={t.device for t in tensors(batch) if t.is_cuda}), torch.enable_grad():
+            with Scout(parameters) as scout:
+                check_losses(loss(model, _taken(batch, few, whole)), few)
+            with Compare(parameters, scout.log, few, more) as compare:
+                check_losses(loss(model, _taken(batch, more, whole)), more)
+            plan = tuple(compare.plan)
+            _check_plan(model, loss, batch if whole else _taken(batch, min(once, 3), True), plan, parameters)
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():  # a spectral norm's power iteration, for one
+                buffer.copy_(kept[name])
     return plan
 
 

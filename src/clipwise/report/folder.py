@@ -28,7 +28,7 @@ HIDDEN = "private-state.pt"  # not released by any step: it must not leave the m
 def refuse_used(folder: Path) -> None:
     """Refuse a place where something is: no run is written over another."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"the folder {folder} is not empty; choose another, or resume the run that is in it")
+        raise InputError(f"the folder {folder} is not empty: choose another, or resume a run that is in it")
 
 
 class RunFolder:
@@ -68,9 +68,9 @@ class RunFolder:
         return self.load(CHECKPOINT)
 
     def load(self, name: str) -> dict[str, Any]:
-        """Read what ``save`` wrote."""
+        """Read what ``save`` wrote, to the CPU: the machine that reads it may have no GPU."""
         try:
-            found: dict[str, Any] = torch.load(self.path / name, weights_only=True)
+            found: dict[str, Any] = torch.load(self.path / name, weights_only=True, map_location="cpu")
         except Exception as error:
             raise InputError(f"cannot read {self.path / name} ({type(error).__name__}: {error})") from error
         return found

@@ -10,13 +10,13 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from clipwise.methods import Method
+from clipwise.methods import papers
 from clipwise.report.answer import Row, answer, refuted, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
@@ -24,7 +24,7 @@ from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
 from clipwise.report.runs import Recorded, epsilon_together
 from clipwise.report.svg import drawn, stacked
-from clipwise.types import Citation, InputError
+from clipwise.types import InputError
 
 PAGE, NUMBERS, PLOTS = "report.html", "report.json", "plots"
 NOT_PRIVATE = (
@@ -277,30 +277,9 @@ def _citations(runs: Sequence[Recorded]) -> str:
     items = "".join(
         f"<details><summary>{escape(', '.join(names))}: {escape(paper.title)} ({paper.year})</summary>"
         f"<pre tabindex=0>{escape(paper.bibtex())}</pre></details>"
-        for paper, names in _papers(runs).items()
+        for paper, names in papers(run.method for run in runs).items()
     )
     return f"<section><h2>What to cite</h2>{items}</section>"
-
-
-def _papers(runs: Sequence[Recorded]) -> dict[Citation, list[str]]:
-    papers: dict[Citation, list[str]] = {}
-    for run in runs:
-        for method in _parts(run.method):
-            names = papers.setdefault(method.citation, [])
-            names += [method.name] if method.name not in names else []
-    return papers
-
-
-def _parts(value: object) -> Iterator[Method]:
-    """The method and those it is made of."""
-    if isinstance(value, Method):
-        yield value
-        yield from _parts(list(value.settings.values()))
-    elif isinstance(value, Mapping):
-        yield from _parts(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _parts(item)
 
 
 # ---------------------------------------------------------------------------------------------------------- words
@@ -330,7 +309,7 @@ def _setting(runs: Sequence[Recorded]) -> str:
         if len(values) == 1 and None not in values:
             said.append(str(values.pop()))
     for name, text in (
-        ("releases", "{} steps"),
+        ("releases", "{} releases"),
         ("expected_batch", "{:g} samples a step expected"),
         ("delta", "δ = {:g}"),
     ):
@@ -372,7 +351,9 @@ def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
             for run, row in zip(runs, found, strict=True)
         ],
         "figures": [asdict(figure) for figure in shown],
-        "citations": [asdict(paper) | {"methods": names} for paper, names in _papers(runs).items()],
+        "citations": [
+            asdict(paper) | {"methods": names} for paper, names in papers(run.method for run in runs).items()
+        ],
     }
     return json.dumps(plain(values), indent=1, ensure_ascii=False) + "\n"
 
