@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, integers, loss, normal, off
-from clipwise.records import Capture, SampleGradients, oracle, swapped, trainable, written
+from clipwise.records import Capture, SampleGradients, displacement, oracle, planner, swapped, trainable, written
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
@@ -30,6 +31,7 @@ RADIUS = 0.5
 VARIED = [
     "deep Linear",
     "Conv2d with padding",
+    "Conv2d with stride",  # whose record is kept: on a GPU its weights are written a few units at a time
     "ConvTranspose2d with groups",
     "Embedding with repeated ids",
     "GroupNorm",
@@ -352,6 +354,39 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     assert off(displaced(capture, batch, along, RADIUS).materialise(), plain) < 1e-9
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in CASES if name.startswith("Conv1d")),
+        "Conv2d with stride",
+        "Conv2d with stride that leaves a rest",
+        "Conv2d with uneven options",
+        "Conv2d of one pixel",
+        "Conv2d that sees the whole image",
+        "Conv2d with its bias frozen",
+        "Conv2d with groups, stride and dilation",
+        "Conv3d with stride",
+        "ConvTranspose2d plain",
+    ],
+)
+def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are on a GPU; some of several views each, and curvature, which does not."""
+    capture, batch, along = recorded(name)
+    assert any(isinstance(r, Convolution) for rs in along.records.values() for r in rs)
+    runs = [
+        lambda: displaced(capture, batch, along, RADIUS),
+        lambda: displaced(capture, batch, along.merged(2), RADIUS),
+        lambda: curvature(capture, batch, along),
+    ]
+    plain = [run().materialise() for run in runs]
+    monkeypatch.setattr(displacement, "partial", lambda record: isinstance(record, Convolution))
+    monkeypatch.setattr(planner, "STREAM_FLOATS", 1)  # three pieces of these few units
+    for run, expected in zip(runs, plain, strict=True):
+        assert off(run().materialise(), expected) < 1e-9
+
+
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -399,6 +434,54 @@ def test_a_weight_that_would_cost_more_by_pairs_is_written() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double()
     agree(model, (normal(40, 6),))
+
+
+def test_a_convolutions_weights_are_neither_kept_nor_all_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 5), nn.Tanh(), nn.Conv2d(16, 16, 5)).double()
+    capture, batch = Capture(model, loss), (torch.randn(9, 8, 10, 10).double(),)
+    along = capture(batch)
+    assert isinstance(along.records["2.weight"][0], Convolution)
+    written = along.samples * model[2].weight.numel()
+    with Largest() as before:
+        expected = displaced(capture, batch, along, RADIUS)
+    monkeypatch.setattr(displacement, "partial", lambda record: isinstance(record, Convolution))
+    monkeypatch.setattr(planner, "STREAM_FLOATS", 1)
+    with Largest() as largest:
+        found = displaced(capture, batch, along, RADIUS)
+    assert off(found.materialise(), expected.materialise()) < 1e-9
+    assert largest.numel < written <= before.numel
+
+
+def test_displaced_weights_are_gone_once_their_layers_backward_pass_is_over() -> None:
+    """The graph alone holds them; the first layer's, whose input has no gradient, not even until then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 8, 3)).double()
+    capture, batch = Capture(model, loss), (torch.randn(5, 3, 7, 7).double(),)
+    along, made, counts = capture(batch), list[Any](), list[int]()
+    own: Any = vars(displacement.Own)["lent"].fget
+
+    def noted(self: Any) -> Tensor:
+        value = own(self)
+        made.append(StorageWeakRef(value.untyped_storage()))
+        return value
+
+    def look(gradient: Tensor) -> None:
+        counts.append(sum(not storage.expired() for storage in made))
+
+    handle = model[0].register_forward_hook(lambda module, given, out: out.register_hook(look) and None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(displacement.Own, "lent", property(noted))
+        displaced(capture, batch, along, RADIUS)
+    handle.remove()
+    assert len(made) == 2 and counts == [0]
+
+
+def test_what_belongs_to_the_directions_is_left_as_it_was() -> None:
+    capture, batch, along = recorded("Conv2d with padding")
+    before = {name: value.clone() for name, value in along.materialise().items()}
+    displaced(capture, batch, along, RADIUS)
+    assert off(along.materialise(), before) == 0
 
 
 def alive(model: nn.Module, rows: Tensor, run: Callable[[Capture, tuple[Tensor]], object]) -> list[Any]:

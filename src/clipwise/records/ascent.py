@@ -10,6 +10,8 @@ pass adds c (x aᵀ) b to a layer's output. Where writing v_i out is cheaper, ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -33,11 +35,12 @@ def displaced(capture: Capture, rows: Batch, along: SampleGradients, radius: flo
     views = _views(capture, along, rows)
     if not along.samples or (not isinstance(radius, Tensor) and radius == 0):
         return capture(rows)
-    prepared = _prepared(along)  # first: what has to be written out has its norm for nothing
-    norms = prepared.norms()
-    good = norms.isfinite() & (norms > 0)
-    factors = torch.where(good, radius / norms, 0.0)  # c_i = r/‖v_i‖
-    return capture(rows, _owns(capture, along, prepared, good, factors, views))
+
+    def scale(norms: Tensor) -> tuple[Tensor, Tensor]:
+        good = norms.isfinite() & (norms > 0)
+        return good, torch.where(good, radius / norms, 0.0)  # c_i = r/‖v_i‖
+
+    return capture(rows, _owns(capture, along, scale, views))
 
 
 def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGradients:
@@ -49,13 +52,14 @@ def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGr
     views = _views(capture, along, rows)
     if not along.samples:
         return capture(rows)
-    prepared = _prepared(along)
-    norms = prepared.norms()
-    good = norms.isfinite()
+
+    def scale(norms: Tensor) -> tuple[Tensor, Tensor]:
+        good = norms.isfinite()
+        return good, forward_ad.make_dual(torch.zeros_like(norms), good.to(norms.dtype))  # c = 0, ċ = 1
+
     records: dict[str, tuple[Record, ...]] = {}
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        factors = forward_ad.make_dual(torch.zeros_like(norms), good.to(norms.dtype))  # c = 0, ċ = 1
-        found = capture(rows, _owns(capture, along, prepared, good, factors, views), dual=True)
+        found = capture(rows, _owns(capture, along, scale, views), dual=True)
         for name, own in found.records.items():
             moving = [part for record in own for part in tangents(record)[1]]
             if moving:
@@ -73,20 +77,19 @@ def _views(capture: Capture, along: SampleGradients, rows: Batch) -> int:
     return count // along.samples if along.samples else 1
 
 
-def _prepared(along: SampleGradients) -> SampleGradients:
-    records = {name: ready(own) for name, own in along.records.items() if own}
-    return SampleGradients(records, along.like, along.samples)
-
-
 def _owns(
-    capture: Capture, along: SampleGradients, prepared: SampleGradients, good: Tensor, factors: Tensor, views: int
+    capture: Capture, along: SampleGradients, scale: Callable[[Tensor], tuple[Tensor, Tensor]], views: int
 ) -> dict[str, Own]:
+    """What each unit has in the parameters' places: θ + c v; ``scale`` makes of norms which v are good, and c."""
+    given = SampleGradients({name: own for name, own in along.records.items() if own}, along.like, along.samples)
+    prepared = SampleGradients({name: ready(own) for name, own in given.records.items()}, along.like, along.samples)
+    good, factors = scale(prepared.norms())  # what had to be written out has its norm for nothing
     # values may not be asked for while a graph is traced; what is already finite need not be copied
-    clean = type(good) is Tensor and bool(good.all())
-    records = (prepared if clean else prepared.masked(good)).records
+    if type(good) is not Tensor or not bool(good.all()):
+        given, prepared = given.masked(good), prepared.masked(good)
     dual = forward_ad.unpack_dual(factors).tangent is not None
     parameters = trainable(capture.model)
     return {
-        name: moved(parameters[name], own, factors, views, reuse=not dual and own is not along.records[name])
-        for name, own in records.items()
+        name: moved(parameters[name], own, prepared.records[name], factors, views, reuse=not dual)
+        for name, own in given.records.items()
     }

@@ -7,6 +7,7 @@ Gives: Own: products and look-ups by way of the records, and the values themselv
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from clipwise.records import planner
-from clipwise.records.kinds import Dense, Indexed, Outer, Record, joined, wide, widened
+from clipwise.records.kinds import Convolution, Dense, Indexed, Outer, Record, joined, wide, widened
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,28 @@ class Own:
     make: Callable[[], Tensor]  # the values written out, [unit, *shape], in float32 or better
     records: tuple[Record, ...] = ()  # v, where the values are θ + c v; without records only the values are known
     factors: Tensor | None = None  # c, [unit]
+    some: Callable[[int, int], Tensor] | None = None  # those of some units, where all of them would take much memory
 
     @cached_property
     def value(self) -> Tensor:
         """The values written out, [unit, *shape]; a parameter's are a leaf, so that gradients can be pulled to it."""
         return self.make()
+
+    @property
+    def lent(self) -> Tensor:
+        """The values for a layer's own use: not kept here, so that they are gone once its backward pass is over."""
+        if "value" in self.__dict__:
+            return cut(self.value)
+        known: Callable[[], Tensor | None] = self.__dict__.get("_lent", lambda: None)
+        value = known()
+        if value is None:
+            value = cut(self.make())
+            self.__dict__["_lent"] = weakref.ref(value)  # another layer with the same weight shares it
+        return value
+
+    def units(self, start: int, stop: int) -> Tensor:
+        """The values of units start … stop, for one use."""
+        return self.lent[start:stop] if self.some is None else self.some(start, stop)
 
     @property
     def each(self) -> Tensor:
@@ -47,10 +65,10 @@ class Own:
     @property
     def factored(self) -> bool:
         """Whether c v is known as products of vectors, Σ_s b_s a_sᵀ, or as rows of a table."""
-        return bool(self.records) and not any(isinstance(r, Dense) for r in self.records)
+        return bool(self.records) and not any(isinstance(r, (Dense, Convolution)) for r in self.records)
 
-    def product(self, y: Tensor, x: Tensor, *, turned: bool) -> Tensor:
-        """Y + x (c v)ᵀ for x [unit, position, p]; ``turned``: y + x (c v)."""
+    def product(self, y: Tensor, x: Tensor, *, turned: bool, free: bool = False) -> Tensor:
+        """Y + x (c v)ᵀ for x [unit, position, p]; ``turned``: y + x (c v); ``free``: y may be overwritten."""
         for record in self.records:
             if isinstance(record, Indexed):
                 y = self._table_product(record, y, x, turned=turned)
@@ -60,7 +78,8 @@ class Own:
             if turned:
                 a, b = b, a
             # c on the small matrix in the middle: neither a nor b is copied
-            y = torch.baddbmm(y, (x @ a.mT) * self._scale(x), b.to(x.dtype))
+            add = y.baddbmm_ if free and type(y) is Tensor else y.baddbmm  # a compiler reuses memory by itself
+            y = add((x @ a.mT) * self._scale(x), b.to(x.dtype))
         return y
 
     def _table_product(self, record: Indexed, y: Tensor, x: Tensor, *, turned: bool) -> Tensor:
@@ -102,7 +121,8 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
 
     A product with T positions by S pairs (a, b) costs T·S·(p + q) in each direction, beside θ's own product; writing
     costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
-    Pairs may cost a quarter more, for they take no memory. A table is never written, a convolution's weight always.
+    Pairs may cost a quarter more, for they take no memory. A table is never written; a convolution's weight is,
+    on a GPU a few units at a time (``partial``).
     """
     records = tuple(widened(r) for r in records)
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
@@ -110,25 +130,54 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     if spare and len(outers) == len(records):
         pairs, p, q = sum(r.a.shape[2] for r in outers), outers[0].a.shape[3], outers[0].b.shape[3]
         spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + planner.TRAFFIC) * p * q
-    if spare or (len(records) == 1 and isinstance(records[0], Dense)):
+    if spare or (len(records) == 1 and (isinstance(records[0], Dense) or partial(records[0]))):
         return records
     dense = [r.dense() for r in records]
     return (Dense(sum(dense[1:], dense[0])),)
 
 
-def moved(parameter: Tensor, records: tuple[Record, ...], factors: Tensor, views: int, *, reuse: bool) -> Own:
-    """θ + c_i v_i for each unit of records that are ``ready``; ``reuse``: a written v may be overwritten by it."""
+def partial(record: Record) -> bool:
+    """Whether a weight is written a few units at a time, once for each pass: a kernel does it, and its norm as well."""
+    return isinstance(record, Convolution) and record.x.is_cuda
+
+
+def moved(
+    parameter: Tensor,
+    given: tuple[Record, ...],
+    prepared: tuple[Record, ...],
+    factors: Tensor,
+    views: int,
+    *,
+    reuse: bool,
+) -> Own:
+    """θ + c_i v_i for each unit; ``given`` are the records of v, ``prepared`` the same once they are ``ready``.
+
+    ``reuse``: a v that was written for this may be overwritten by it.
+    """
+    # what was written to be ready is for the first who asks, and then gone
+    spare = [r for r in prepared if isinstance(r, Dense) and all(r is not known for known in given)]
+    records = () if spare else prepared
+
+    def add(value: Tensor, record: Record, c: Tensor, *, free: bool) -> Tensor:
+        v = record.dense()
+        c = c.to(v.dtype).reshape(-1, *(1,) * (v.dim() - 1))
+        # a compiler reuses memory by itself
+        return torch.addcmul(value, v, c, out=v) if free and reuse and type(v) is Tensor else torch.addcmul(value, v, c)
 
     def make() -> Tensor:
         value = wide(parameter.detach())
-        for record in records:
-            v = record.dense()
-            c = factors.to(v.dtype).reshape(-1, *(1,) * (v.dim() - 1))
-            # a compiler reuses memory by itself
-            value = torch.addcmul(value, v, c, out=v) if reuse and type(v) is Tensor else torch.addcmul(value, v, c)
+        if spare:
+            return cut(add(value, spare.pop(), factors, free=True)).requires_grad_()
+        for record in records or given:
+            value = add(value, record, factors, free=not isinstance(record, Dense))
         return cut(value).requires_grad_()
 
-    return Own(views, make, records, factors)
+    def some(start: int, stop: int) -> Tensor:
+        (record,) = records
+        assert isinstance(record, Convolution)
+        return add(wide(parameter.detach()), record.rows(start, stop), factors[start:stop], free=True)
+
+    return Own(views, make, records, factors, some if len(records) == 1 and partial(records[0]) else None)
 
 
 def cut(tensor: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipwise.records.displacement import cut
+from clipwise.records import planner
+from clipwise.records.displacement import Own, cut
 from clipwise.records.kinds import Convolution, Dense, Geometry, wide
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
@@ -45,7 +47,8 @@ def convolution(
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
     run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
-    output = _kernel(m, x, weight, bias, groups, run)
+    patched = _patched(m, weight, geometry)
+    output = _by_patches(m, x, weight, bias, geometry) if patched else _kernel(m, x, weight, bias, groups, run)
     return _convolved(m, x, weight, bias, geometry, output, transposed=False)
 
 
@@ -83,11 +86,10 @@ def _kernel(
         return (wide(y) + m.placed(offset.each.unflatten(1, (-1, *(1,) * (x.dim() - 2))), x.dim())).to(y.dtype)
     units, views = m.samples // own.views, own.views * m.out.factor
     with full_precision(x):
-        added: Tensor | None = None
-        if bias is not None:
-            added = cut(offset.value).flatten() if offset is not None else wide(m.value(bias)).repeat(units)
+        added = _added(m, bias, units)
+        added = None if added is None else added.flatten()
         images = wide(x).unflatten(0, (units, views)).transpose(0, 1)  # [view, unit, channel, …]
-        values = cut(own.value)
+        values = own.lent
         share = _share(values, groups)
         if share > 1:
             rest = -units % share
@@ -96,6 +98,14 @@ def _kernel(
         y = run(images.flatten(1, 2), values.flatten(0, 1), added, len(values) * groups)
         y = y.unflatten(1, (len(values) * share, -1))[:, :units].transpose(0, 1).flatten(0, 1)
     return y.to(seen_format(x))
+
+
+def _added(m: Meeting, bias: Tensor | None, units: int) -> Tensor | None:
+    """Each unit's bias, [unit, channel]."""
+    if bias is None:
+        return None
+    offset = m.own(bias)
+    return wide(m.value(bias)).expand(units, -1) if offset is None else cut(offset.value)
 
 
 FULL = 64  # channels; with fewer in a group a GPU's convolution is an order of magnitude slower (measured on an H200)
@@ -118,6 +128,96 @@ def _diagonal(values: Tensor, share: int) -> Tensor:
     eye = torch.eye(share, dtype=values.dtype, device=values.device).reshape(share, 1, share, 1, *space)
     blocks = values.unflatten(0, (-1, share)).unsqueeze(3) * eye  # [group, share, channel, share, channel, …]
     return blocks.flatten(3, 4).flatten(1, 2)
+
+
+PIECES = 3  # at most: a GPU's small convolutions take no longer than their launches
+
+
+def _patched(m: Meeting, weight: Tensor, geometry: Geometry) -> bool:
+    """Whether a displaced convolution is a product with patches: where weights are written a few units at a time."""
+    own = m.own(weight)
+    plain = geometry.groups == 1 and len(geometry.stride) <= 2
+    return own is not None and own.some is not None and plain and not m.tape.dual
+
+
+def _by_patches(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    """The convolution as a product of each unit's own weight with its patches, a few units at a time."""
+    own = m.own(weight)
+    assert own is not None
+    units = m.samples // own.views
+    with full_precision(x):
+        added = _added(m, bias, units)
+        y: Tensor = _Patched.apply(x, own, added, geometry, units, seen_format(x))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Patched(torch.autograd.Function):
+    """Y [image, channel, *space] of x; weights are made once more for the backward pass, and none is kept for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Own, added: Tensor | None, geometry: Geometry, units: int, dtype: torch.dtype
+    ) -> Tensor:
+        views, out = x.shape[0] // units, _out(x, geometry)
+        step = _step(units, geometry, views * out.numel())
+        ctx.own, ctx.geometry, ctx.views, ctx.step, ctx.like = own, geometry, views, step, (x.shape, x.dtype)
+
+        def piece(images: Tensor, start: int) -> Tensor:
+            stop = start + len(images) // views
+            weights, patches = own.units(start, stop).flatten(2), _patches(wide(images), geometry, views, out)
+            y = weights @ patches if added is None else torch.baddbmm(added[start:stop, :, None], weights, patches)
+            return _images(y.to(dtype), views)
+
+        return _pieces(x, step * views, lambda images, row: piece(images, row // views)).unflatten(2, out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 6
+        (shape, dtype), g, views = ctx.like, ctx.geometry, ctx.views
+        line = 2 - len(g.stride)  # torch folds planes only
+        plain = ((1, shape[2:]), (1, g.shape[2:]), (1, g.dilation), (0, g.padding), (1, g.stride))
+        sizes = [(*(rest,) * line, *size) for rest, size in plain]
+
+        def piece(b: Tensor, start: int) -> Tensor:
+            b = wide(b).unflatten(0, (-1, views)).transpose(1, 2).flatten(2)  # [unit, channel, view · position]
+            back = ctx.own.units(start, start + len(b)).flatten(2).mT @ b
+            return F.fold(_images(back, views), *sizes).to(dtype)
+
+        with full_precision(gradients[0]):
+            b = gradients[0].flatten(2)
+            x = _pieces(b, ctx.step * views, lambda b, row: piece(b, row // views))
+        return (x.reshape(shape), *(None,) * 5)
+
+
+def _pieces(rows: Tensor, size: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The function of so many rows at a time, which also learns where they begin, put together again."""
+    parts = [function(part, i * size) for i, part in enumerate(rows.split(size))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _step(units: int, geometry: Geometry, positions: int) -> int:
+    """How many units' weights and patches are written at a time."""
+    floats = geometry.shape[1:].numel() * (geometry.shape[0] + positions)
+    return max(planner.stream_floats(cuda=False) // floats, -(-units // PIECES))
+
+
+def _out(x: Tensor, g: Geometry) -> torch.Size:
+    """The size of a convolution's output."""
+    sizes = zip(x.shape[2:], g.shape[2:], g.stride, g.padding, g.dilation, strict=True)
+    return torch.Size([(n + 2 * pad - spread * (k - 1) - 1) // step + 1 for n, k, step, pad, spread in sizes])
+
+
+def _patches(x: Tensor, geometry: Geometry, views: int, out: torch.Size) -> Tensor:
+    """What each output position sees, [unit, p, view · position]."""
+    images = x.unflatten(0, (-1, views))
+    shape_only = x.new_zeros(()).expand(*images.shape[:2], geometry.shape[0], *out)
+    return Convolution(images, shape_only, geometry).unfolded().a[:, 0].mT
+
+
+def _images(y: Tensor, views: int) -> Tensor:
+    """[unit, channel, view · position] → [image, channel, position]."""
+    return y if views == 1 else y.unflatten(2, (views, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _convolved(

@@ -164,8 +164,9 @@ class _Factored(torch.autograd.Function):
         ctx.matrix, ctx.own, ctx.rows, ctx.units, ctx.turned, ctx.dtype = matrix, own, rows, units, turned, x.dtype
         base = plain()
         with full_precision(x):
-            y = own.product(wide(by_unit(base, rows, units)), wide(by_unit(x, rows, units)), turned=turned)
-            y = y if added is None else y + added
+            inputs = wide(by_unit(x, rows, units))
+            y = own.product(wide(by_unit(base, rows, units)), inputs, turned=turned, free=True)
+            y = y if added is None else y.add_(added)
         return from_units(y, rows, x.shape).to(base.dtype)
 
     @staticmethod
@@ -175,5 +176,5 @@ class _Factored(torch.autograd.Function):
         (b,) = gradients
         with full_precision(b):
             base = wide(by_unit(b @ ctx.matrix.to(b.dtype), ctx.rows, ctx.units))
-            x = ctx.own.product(base, wide(by_unit(b, ctx.rows, ctx.units)), turned=not ctx.turned)
+            x = ctx.own.product(base, wide(by_unit(b, ctx.rows, ctx.units)), turned=not ctx.turned, free=True)
         return (from_units(x, ctx.rows, b.shape).to(ctx.dtype), *(None,) * 7)
