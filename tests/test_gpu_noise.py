@@ -59,14 +59,28 @@ def keystream_words(key: bytes, nonce: int, blocks: int) -> Tensor:
     return (torch.stack(x, 1) + start) & 0xFFFFFFFF
 
 
-def normals(words: Tensor, size: int) -> Tensor:
-    """The twin's normals, with the library's sine and cosine: block b makes the numbers b + j · blocks."""
-    low, high = words.view(-1, 8, 2).unbind(2)
-    uniforms = ((high & 0x1FFFFF) << 32 | low).double() * 2.0**-53  # [block, 8]
-    u, v, s, t = uniforms.view(-1, 2, 4).unbind(2)  # [block, 2]
-    first, second = (-torch.log1p(-u)).sqrt(), (-torch.log1p(-v)).sqrt()
-    sums = [first * f(2 * math.pi * s) + second * f(2 * math.pi * t) for f in (torch.cos, torch.sin)]
-    return torch.stack(sums, 2).view(-1, 4).T.reshape(-1)[:size]
+EACH = {torch.float64: 4, torch.float32: 6}  # numbers that a block makes of results in this format
+
+
+def normals(words: Tensor, size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The twin's normals for results in this format: block b makes the numbers b + j · blocks. Float64."""
+    if dtype == torch.float64:
+        pairs = words.view(-1, 2, 4, 2)  # [block, number, draw's radius and angle, words]
+        draws = [_draw(pairs[:, :, i], torch.zeros(1), pairs[:, :, 2 + i]) for i in (0, 1)]
+        found = (draws[0] + draws[1]) / math.sqrt(2)
+    else:
+        found = torch.stack(
+            [_draw(words[:, i : i + 2], words[:, i + 2], words[:, i + 3 : i + 5]) for i in (0, 5, 10)], 1
+        )
+    return found.flatten(1).T.reshape(-1)[:size]
+
+
+def _draw(radius: Tensor, more: Tensor, angle: Tensor) -> Tensor:
+    """r cos θ and r sin θ, with the library's functions: r of two words and more, θ of the low 53 bits of two words."""
+    v = radius[..., 0].double() + radius[..., 1].double() * 2.0**32 + (more.double() + 0.5) * 2.0**-32
+    turn = (angle[..., 0] | (angle[..., 1] & 0x1FFFFF) << 32).double() * 2.0**-53
+    r = (-2 * (v * 2.0**-64).log()).sqrt()
+    return torch.stack([r * torch.cos(2 * math.pi * turn), r * torch.sin(2 * math.pi * turn)], -1)
 
 
 def noisy(value: Tensor, scale: float, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
@@ -74,8 +88,8 @@ def noisy(value: Tensor, scale: float, key: bytes = KEY, nonce: int = NONCE) -> 
     return out
 
 
-def draw(device: str, size: int, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
-    return noisy(torch.zeros(size, dtype=torch.float64, device=device), 1.0, key, nonce).cpu()
+def draw(device: str, size: int, dtype: torch.dtype = torch.float64, key: bytes = KEY, nonce: int = NONCE) -> Tensor:
+    return noisy(torch.zeros(size, dtype=dtype, device=device), 1.0, key, nonce).cpu().double()
 
 
 def unsigned(words: Tensor) -> Tensor:
@@ -104,25 +118,29 @@ def test_the_kernel_s_keystream_is_the_twin_s(device: str, key: bytes, nonce: in
     assert torch.equal(unsigned(keystream(key, nonce, 300, device)), keystream_words(key, nonce, 300))
 
 
+both_formats = pytest.mark.parametrize("dtype", EACH)
+
+
+@both_formats
 @pytest.mark.parametrize("size", SIZES)
-def test_the_kernel_s_normals_are_the_twin_s(device: str, size: int) -> None:
-    expected = normals(keystream_words(KEY, NONCE, -(-size // 4)), size)
-    torch.testing.assert_close(draw(device, size), expected, rtol=1e-14, atol=1e-14)
+def test_the_kernel_s_normals_are_the_twin_s(device: str, size: int, dtype: torch.dtype) -> None:
+    expected = normals(keystream_words(KEY, NONCE, -(-size // EACH[dtype])), size, dtype).to(dtype).double()
+    torch.testing.assert_close(draw(device, size, dtype), expected, rtol=1e-14, atol=1e-14)
 
 
-def _write_normals(out: tl.tensor, words: tl.tensor, threads: tl.constexpr) -> None:
-    """Kernel: the normals of rows of four 64-bit words."""
+def _write_draws(out: tl.tensor, words: tl.tensor, threads: tl.constexpr) -> None:
+    """Kernel: one draw from each row of five words."""
     i = tl.program_id(0) * threads + tl.arange(0, threads)
-    row = words + 4 * i
-    u, v = tl.load(row).to(tl.uint64, bitcast=True), tl.load(row + 1).to(tl.uint64, bitcast=True)
-    s, t = tl.load(row + 2).to(tl.uint64, bitcast=True), tl.load(row + 3).to(tl.uint64, bitcast=True)
-    one, other = gpu_noise._normals(u, v, s, t)
+    row = words + 5 * i
+    w0, w1 = tl.load(row).to(tl.uint32), tl.load(row + 1).to(tl.uint32)
+    w2, w3, w4 = tl.load(row + 2).to(tl.uint32), tl.load(row + 3).to(tl.uint32), tl.load(row + 4).to(tl.uint32)
+    one, other = gpu_noise._one_draw((w0, w1, w2, w3, w4), 0)
     tl.store(out + 2 * i, one)
     tl.store(out + 2 * i + 1, other)
 
 
-def normals_of(rows: list[tuple[int, int, int, int]], device: str) -> Tensor:
-    """The kernel's normals of chosen words instead of the cipher's. [row, 2]."""
+def draws_of(rows: list[tuple[int, int, int]], device: str) -> Tensor:
+    """The kernel's draws of chosen numbers, not the cipher's: 64 bits of a radius, 32 more, an angle. [row, 2]."""
     global tl
     gpu_noise._kernels()
     import triton
@@ -130,16 +148,22 @@ def normals_of(rows: list[tuple[int, int, int, int]], device: str) -> Tensor:
 
     threads = gpu_noise._THREADS
     programs = -(-len(rows) // threads)
-    words = torch.zeros(programs * threads, 4, dtype=torch.int64)
-    words[: len(rows)] = torch.tensor([[word - (word >> 63 << 64) for word in row] for row in rows])
+    words = torch.zeros(programs * threads, 5, dtype=torch.int64)
+    low = 0xFFFFFFFF
+    words[: len(rows)] = torch.tensor([[u & low, u >> 32, more, t & low, t >> 32] for u, more, t in rows])
     out = torch.empty(programs * threads, 2, dtype=torch.float64, device=device)
-    triton.jit(_write_normals)[(programs,)](out, words.to(device), threads)
+    triton.jit(_write_draws)[(programs,)](out, words.to(device), threads)
     return out[: len(rows)].cpu()
 
 
-def polar(u: int, t: int) -> tuple[float, float]:
-    """Half of the normals' sums from 53-bit integers: r/√2 times cosine and sine, with all digits also near 0."""
-    radius = math.sqrt(-math.log1p(-u / 2**53))
+def polar(u: int, more: int, t: int) -> tuple[float, float]:
+    """A draw with all digits, also near 0: r = √(−2 ln u), u of 96 bits and a half, and of the angle the low 53."""
+    whole = (u << 33) + 2 * more + 1  # u = whole/2⁹⁷
+    near = (1 << 97) - whole
+    # as the kernel takes it: rounded to 53 bits
+    rounded = float(whole) / 2**97
+    radius = math.sqrt(-2 * (math.log1p(-(1 - rounded)) if near < 1 << 96 else math.log(rounded)))
+    t %= 1 << 53
     quarter = (t + (1 << 50)) >> 51
     angle = (t - (quarter << 51)) * (2 * math.pi / 2**53)
     x, y = radius * math.cos(angle), radius * math.sin(angle)
@@ -153,33 +177,23 @@ def assert_all_digits(found: Tensor, expected: Tensor) -> None:
     assert bool(((found - expected).abs() <= allowed).all())
 
 
-RADII = sorted(  # next to 0, to 1 and to every power of two below both, and where 1 − u passes √½ times one of them
-    {(1 << j) + d for j in range(53) for d in (-1, 0, 1)}
-    | {(1 << 53) - (1 << j) + d for j in range(53) for d in (-1, 0, 1) if (1 << j) > d}
-    | {
-        int((1 << 53) - math.sqrt(0.5) * (1 << j)) + d * step
-        for j in range(40, 54)
-        for d in (-1, 1)
-        for step in (1, 1 << 22)
-    }
+RADII = sorted(  # next to 0, to 1 and to every power of two below both, and where u passes √½ times one of them
+    {(1 << j) + d for j in range(64) for d in (-1, 0, 1)}
+    | {(1 << 64) - (1 << j) + d for j in range(64) for d in (-1, 0) if (1 << j) > d}
+    | {int(math.sqrt(0.5) * (1 << j)) + d * step for j in range(40, 65) for d in (-1, 1) for step in (1, 1 << 22)}
 )
 TURNS = [((j << 50) + d) % (1 << 53) for j in range(8) for d in (-2, -1, 0, 1, 2)]  # next to every eighth
 
 
-@pytest.mark.parametrize("above", [0, 0x7FF, 0x555])  # the bits of a word above its 53
-def test_radii_and_turns_have_all_digits_at_their_awkward_ends(device: str, above: int) -> None:
+@pytest.mark.parametrize("above", [0, 0x7FF, 0x555])  # the bits of an angle above its 53
+@pytest.mark.parametrize("more", [0, 1, 0xFFFFFFFF])
+def test_radii_and_turns_have_all_digits_at_their_awkward_ends(device: str, above: int, more: int) -> None:
     high = above << 53
     pairs = [(u, TURNS[i % len(TURNS)]) for i, u in enumerate(RADII)] + [(u, t) for u in RADII[-3:] for t in TURNS]
-    expected = torch.tensor([polar(*pair) for pair in pairs], dtype=torch.float64)
-    # a radius of 0 silences the other pair
-    alone = normals_of([(high | u, high, high | t, high | 12345) for u, t in pairs], device)
-    assert_all_digits(alone, expected)
-    alone = normals_of([(high, high | u, high | 12345, high | t) for u, t in pairs], device)
-    assert_all_digits(alone, expected)
-    both = normals_of([(high | u, high | u, high | t, high | t) for u, t in pairs], device)
-    assert_all_digits(both, 2 * expected)
-    assert bool((normals_of([(high, high, high | t, high | t) for t in TURNS], device) == 0).all())
-    quarters = normals_of([(high | u, high, high | (j << 51), high) for u in RADII for j in range(4)], device)
+    expected = torch.tensor([polar(u, more, t) for u, t in pairs], dtype=torch.float64)
+    assert_all_digits(draws_of([(u, more, high | t) for u, t in pairs], device), expected)
+    assert bool((draws_of([((1 << 64) - 1, more, high | t) for t in TURNS], device) == 0).all())
+    quarters = draws_of([(u, more, high | (j << 51)) for u in RADII for j in range(4)], device)
     cosine, sine = quarters.view(len(RADII), 4, 2).unbind(2)
     assert bool((cosine[:, 1::2] == 0).all() and (sine[:, ::2] == 0).all())
     assert torch.equal(cosine[:, 0], -cosine[:, 2]) and torch.equal(sine[:, 1], -sine[:, 3])
@@ -187,21 +201,35 @@ def test_radii_and_turns_have_all_digits_at_their_awkward_ends(device: str, abov
 
 def test_radii_and_turns_of_many_words_are_the_library_s(device: str) -> None:
     generator = torch.Generator().manual_seed(1)
-    words = torch.randint(0, 1 << 53, (1 << 15, 2), generator=generator).tolist()
-    expected = torch.tensor([polar(u, t) for u, t in words], dtype=torch.float64)
-    found = normals_of([(u, 0, t, 0) for u, t in words], device)
-    assert_all_digits(found, expected)
+    words = torch.randint(0, 1 << 62, (1 << 15, 3), generator=generator).tolist()
+    rows = [(4 * u + 1, more >> 30, t) for u, more, t in words]
+    assert_all_digits(draws_of(rows, device), torch.tensor([polar(*row) for row in rows], dtype=torch.float64))
 
 
-def test_the_numbers_do_not_depend_on_the_program_s_size(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    large = draw(device, 999)
+def test_the_largest_radius_is_far_beyond_what_occurs_and_small_ones_are_many(device: str) -> None:
+    # the last of 96 bits: |z| < 11.6, beyond which a normal is with a probability of 4e-31
+    assert 11.5 < float(draws_of([(0, 0, 0)], device)[0, 0]) < 11.6
+    # far out, where u is below 2⁻⁴⁶, neighbours of 96 bits are closer to each other than any two results in float32
+    tail = draws_of([(1 << 18, more, 0) for more in range(0, 1 << 20, 1 << 14)], device)[:, 0]
+    steps = (tail[:-1] - tail[1:]) / (1 << 14)
+    assert bool((steps > 0).all()) and float(steps.max()) < 0.01 * torch.finfo(torch.float32).eps * 8
+
+
+@both_formats
+def test_the_numbers_do_not_depend_on_the_program_s_size(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = draw(device, 999, dtype)
     monkeypatch.setattr(gpu_noise, "_THREADS", 32)
-    assert torch.equal(draw(device, 999), large)
+    assert torch.equal(draw(device, 999, dtype), large)
 
 
-def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(device: str) -> None:
+@both_formats
+def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(
+    device: str, dtype: torch.dtype
+) -> None:
     count = 400_000
-    values = draw(device, count)
+    values = draw(device, count, dtype)
     assert stats.kstest(values.numpy(), "norm").pvalue > 1e-6
     # five standard errors each; the key is fixed, so that the outcome is too
     assert abs(float(values.mean())) < 5 / math.sqrt(count)
@@ -211,9 +239,12 @@ def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal
     assert stats.binomtest(int((values.abs() > 3.5).sum()), count, 2 * stats.norm.sf(3.5)).pvalue > 1e-6
 
 
-def test_the_four_numbers_of_a_block_and_neighbours_are_not_correlated_nor_are_their_squares(device: str) -> None:
-    values = draw(device, 200_000)
-    for lag in (1, 50_000, 100_000, 150_000):  # 50 000 blocks
+@both_formats
+def test_the_numbers_of_a_block_and_neighbours_are_not_correlated_nor_are_their_squares(
+    device: str, dtype: torch.dtype
+) -> None:
+    values, blocks = draw(device, 50_000 * EACH[dtype], dtype), 50_000
+    for lag in (1, *(j * blocks for j in range(1, EACH[dtype]))):
         for series in (values, (values**2 - 1) / math.sqrt(2)):
             pairs = series[:-lag] * series[lag:]
             assert abs(float(pairs.mean())) < 6 / math.sqrt(len(pairs))
@@ -236,7 +267,7 @@ def test_the_scale_keeps_all_its_digits(device: str, scale: float) -> None:
 
 def test_noise_is_added_in_float64_and_only_the_noisy_sum_is_rounded(device: str) -> None:
     secret = 100 * torch.randn(1000, generator=torch.Generator().manual_seed(7))
-    noise = 0.3 * draw(device, 1000)
+    noise = 0.3 * normals(keystream_words(KEY, NONCE, 167), 1000, torch.float32)
     once, twice = (secret.double() + noise).float(), secret + noise.float()
     got = noisy(secret.to(device), 0.3, KEY, NONCE).cpu()
     assert got.dtype == torch.float32
@@ -296,7 +327,7 @@ def test_a_tensor_that_fills_its_memory_keeps_its_strides_and_gets_its_noise_in_
     value = layouts(device)[name]
     size = value.numel()
     inside = torch.as_strided(value, (size,), (1,))  # as it lies in memory
-    z = normals(keystream_words(KEY, NONCE, -(-size // 4)), size)
+    z = normals(keystream_words(KEY, NONCE, -(-size // 6)), size, torch.float32)
     out = noisy(value, 2.0, KEY, NONCE)
     assert out.shape == value.shape and out.stride() == value.stride()
     expected = (inside.cpu().double() + 2.0 * z).float()
@@ -480,15 +511,16 @@ def test_a_stream_s_noise_on_cuda_is_normal_and_stays_there() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: str, dtype: torch.dtype) -> None:
     threads = gpu_noise._THREADS
-    sizes = [1, 0, 5, 4 * threads, 4 * threads + 1, 3, 700]
+    each = EACH[dtype]
+    sizes = [1, 0, 5, each * threads, each * threads + 1, 3, 700]
     values = [torch.arange(size, dtype=dtype, device=device) for size in sizes]
     scales = [0.5 + i for i in range(len(sizes))]
     found = noisy_all(values, scales, KEY, NONCE)
     first = 0
-    words = keystream_words(KEY, NONCE, threads * sum(-(-size // (4 * threads)) for size in sizes))
+    words = keystream_words(KEY, NONCE, threads * sum(-(-size // (each * threads)) for size in sizes))
     for size, scale, out in zip(sizes, scales, found, strict=True):
-        blocks = -(-size // 4)
-        z = normals(words[first : first + blocks], size)
+        blocks = -(-size // each)
+        z = normals(words[first : first + blocks], size, dtype)
         expected = (torch.arange(size, dtype=torch.float64) + scale * z).to(dtype)
         close = 1e-13 if dtype == torch.float64 else 1e-6
         torch.testing.assert_close(out.cpu(), expected, rtol=close, atol=close)
@@ -501,10 +533,14 @@ def test_many_tensors_get_the_twin_s_noise_each_from_blocks_of_its_own(device: s
 def test_many_tensors_are_divided_and_rounded_once_to_another_format(device: str) -> None:
     sizes, divisor = [3, 513, 1], 7.0
     values = [torch.arange(size, dtype=torch.float64, device=device) for size in sizes]
-    exact = noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE)
     found = noisy_all(values, [0.5, 2.0, 1.0], KEY, NONCE, divisor, torch.float32)
-    for one, other in zip(exact, found, strict=True):
-        assert other.dtype == torch.float32 and torch.equal(other, (one / divisor).float())
+    whole = noisy_all([value.float() for value in values], [0.5, 2.0, 1.0], KEY, NONCE)
+    for one, other in zip(whole, found, strict=True):
+        assert other.dtype == torch.float32
+        torch.testing.assert_close(other, one / divisor, rtol=2e-7, atol=1e-7)
+    words = keystream_words(KEY, NONCE, 1)
+    once = ((torch.arange(3).double() + 0.5 * normals(words, 3, torch.float32)) / divisor).float()
+    assert torch.equal(found[0].cpu(), once)
 
 
 def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_error() -> None:
@@ -513,14 +549,18 @@ def test_many_tensors_of_several_formats_or_without_a_scale_each_are_an_input_er
             noisy_all(values, scales, KEY, NONCE)
 
 
+LONG = torch.zeros(1, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"values": [torch.zeros(3, dtype=torch.bfloat16)] * 2}, "float32 or float64"),
         ({"values": [torch.zeros(3, dtype=torch.long)] * 2}, "float32 or float64"),
-        ({"values": [torch.zeros(1).expand((1 << 34) + 1)], "scales": [1.0]}, "several calls"),
-        ({"values": [torch.zeros(3), torch.zeros(1).expand((1 << 34) + 1)]}, "several calls"),
-        ({"values": [torch.zeros(1).expand(1 << 33)] * 2 + [torch.zeros(1)], "scales": [1.0] * 3}, "several calls"),
+        ({"values": [LONG.expand((1 << 34) + 1)], "scales": [1.0]}, "several calls"),
+        ({"values": [torch.zeros(3).double(), LONG.expand((1 << 34) + 1)]}, "several calls"),
+        ({"values": [LONG.expand(1 << 33)] * 2 + [LONG], "scales": [1.0] * 3}, "several calls"),
+        ({"values": [LONG.float().expand(6 << 32), LONG.float()]}, "several calls"),
         ({"scales": [1.0, 0.0]}, "scale"),
         ({"scales": [1.0, math.nan]}, "scale"),
         ({"scales": [-1.0, 1.0]}, "scale"),

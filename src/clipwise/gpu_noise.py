@@ -3,11 +3,11 @@
 Receives: CUDA tensors, each with its noise's scale, and a key and nonce that no other call has.
 Gives: the tensors with noise added, over a divisor, perhaps in another format.
 
-The numbers mean what they mean on the CPU (``randomness``): 53-bit uniforms, and every normal is the sum of two draws
-that share no Box–Muller pair. One ChaCha20 block is 16 words, 8 uniforms, 4 pairs: 4 outputs. Of B blocks, block b
-makes the outputs b, b + B, b + 2B and b + 3B, so that neighbouring threads touch neighbouring numbers. Outputs are
-counted as they lie in memory: the noise is independent, so that it does not matter which number gets which, and a
-tensor with its channels last is read and written as it is.
+Results in float64 are made as on the CPU (``randomness``): every normal is the sum of two draws that share no pair of
+Box–Muller's, and a ChaCha20 block of 16 words is 4 pairs, 4 outputs. Results in float32 need one draw (``_one_draw``
+says why), and a block is 3 pairs, 6 outputs. Of B blocks, block b makes the outputs b, b + B, b + 2B and so on, so that
+neighbouring threads touch neighbouring numbers. Outputs are counted as they lie in memory: the noise is independent, so
+that it does not matter which number gets which, and a tensor with its channels last is read and written as it is.
 """
 
 from __future__ import annotations
@@ -55,11 +55,13 @@ def noisy_all(
         return []
     _check_dtype(values[0].dtype)
     sizes = list(map(Tensor.numel, values))
+    result = dtype or values[0].dtype
+    each = _THREADS * (4 if result == torch.float64 else 6)  # numbers of a program
     # every tensor begins with a program of its own, so that a program has one tensor
-    firsts = list(itertools.accumulate([-(-size // (4 * _THREADS)) for size in sizes], initial=0))
+    firsts = list(itertools.accumulate([-(-size // each) for size in sizes], initial=0))
     if firsts[-1] * _THREADS > 1 << 32:
-        raise InputError("ChaCha20 counts at most 2³² blocks, 2³⁴ numbers: release the tensors in several calls")
-    room = torch.empty(sum(sizes), dtype=dtype or values[0].dtype, device=values[0].device)  # one piece for all
+        raise InputError("ChaCha20 counts at most 2³² blocks of 4 or 6 numbers: release the tensors in several calls")
+    room = torch.empty(sum(sizes), dtype=result, device=values[0].device)  # one piece for all
     out = list(torch.unsafe_split_with_sizes(room, sizes))  # faster than views that autograd follows
     given = [_without_gaps(value) for value in values]
     rows: list[float] = []
@@ -126,13 +128,13 @@ def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, out: Tensor, *argu
 @functools.cache
 def _kernels() -> tuple[Any, Any]:
     """Both kernels. Triton is imported here, because a machine without CUDA has none."""
-    global tl, _word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add
+    global tl, _word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _two_draws, _one_draw, _add
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
         import triton.language as tl
     except ImportError as error:
         raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
-    for function in (_word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _normals, _four, _add):
+    for function in (_word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _two_draws, _one_draw, _add):
         globals()[function.__name__] = triton.jit(function)
     # else numbers divisible by 16 are compiled once more
     every_count, every_size = (triton.jit(do_not_specialize=names) for names in (["tensors", "blocks"], ["blocks"]))
@@ -165,42 +167,18 @@ def _add_noise(
     given = tl.load(table + 6 * low + 1).to(value.dtype)
     size = tl.load(table + 6 * low + 2)
     own = (program - tl.load(table + 6 * low + 3)) * threads + tl.arange(0, threads)
-    _four(
-        given,
-        into,
-        own,
-        program * threads + tl.arange(0, threads),
-        (size + 3) >> 2,
-        size,
-        tl.load(numbers + 6 * low + 4),
-        tl.load(numbers + 6 * low + 5),
-        inputs.to(tl.pointer_type(tl.int32)),
-    )
-
-
-def _four(
-    value: tl.tensor,
-    out: tl.tensor,
-    b: tl.tensor,
-    counter: tl.tensor,
-    blocks: tl.tensor,
-    size: tl.tensor,
-    scale: tl.tensor,
-    factor: tl.tensor,
-    state: tl.tensor,
-) -> None:
-    """Add noise from the cipher's block ``counter`` to the four numbers of block b of a tensor."""
-    w0, w1, w2, w3, w4, w5, w6, w7, w8, w9, w10, w11, w12, w13, w14, w15 = _block(state, counter.to(tl.uint32))
-    z0, z1 = _normals(_pair(w0, w1), _pair(w2, w3), _pair(w4, w5), _pair(w6, w7))
-    z2, z3 = _normals(_pair(w8, w9), _pair(w10, w11), _pair(w12, w13), _pair(w14, w15))
-    at = b  # 64 bits wide, like every sum with it
-    _add(value, out, at, scale * z0, factor, b < blocks)
-    at += blocks
-    _add(value, out, at, scale * z1, factor, (b < blocks) & (at < size))
-    at += blocks
-    _add(value, out, at, scale * z2, factor, (b < blocks) & (at < size))
-    at += blocks
-    _add(value, out, at, scale * z3, factor, (b < blocks) & (at < size))
+    counter = program * threads + tl.arange(0, threads)
+    state = inputs.to(tl.pointer_type(tl.int32))
+    scale, factor = tl.load(numbers + 6 * low + 4), tl.load(numbers + 6 * low + 5)
+    words = _block(state, counter.to(tl.uint32))
+    if out.dtype.element_ty == tl.float64:
+        blocks = (size + 3) >> 2
+        z = _two_draws(words, 0) + _two_draws(words, 8)
+    else:
+        blocks = (size + 5) // 6
+        z = _one_draw(words, 0) + _one_draw(words, 5) + _one_draw(words, 10)  # type: ignore[assignment]
+    for i in tl.static_range(len(z)):
+        _add(given, into, own + i * blocks, scale * z[i], factor, (own < blocks) & (own + i * blocks < size))
 
 
 def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
@@ -217,21 +195,35 @@ def _add(value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, fact
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
-def _normals(u: tl.tensor, v: tl.tensor, s: tl.tensor, t: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Two normals: the sums of the cosines and of the sines of the pairs (u, s) and (v, t) of words, over √2."""
-    first, second = _root(_minus_log(u)), _root(_minus_log(v))  # r/√2
-    cosine, sine = _turn(s)
-    other_cosine, other_sine = _turn(t)
+def _two_draws(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Two normals from eight words: (z + z′)/√2 with the cosines, and with the sines, of two pairs."""
+    first = _root(_minus_log(_pair(words[i], words[i + 1]), 0.0))  # r/√2
+    second = _root(_minus_log(_pair(words[i + 2], words[i + 3]), 0.0))
+    cosine, sine = _turn(_pair(words[i + 4], words[i + 5]))
+    other_cosine, other_sine = _turn(_pair(words[i + 6], words[i + 7]))
     return first * cosine + second * other_cosine, first * sine + second * other_sine
 
 
-def _minus_log(word: tl.tensor) -> tl.tensor:
-    """−ln(1 − u), 0 where u is 0, without the library's branches for arguments that do not occur here."""
-    # with the bits above the low 53 set, the signed word is −2⁵³(1 − u): exact in float64, and never 0
-    bits = (word | 0xFFE0000000000000).to(tl.int64, bitcast=True).to(tl.float64).to(tl.int64, bitcast=True)
-    # 1 − u = 2ᵏ m, √½ ≤ m < √2 (its high word is 0x3FE6A09E or more); 1995 for the sign's 2048 less 53
-    k = ((bits >> 32).to(tl.int32) + ((1995 << 20) - 0x3FE6A09E)) >> 20
-    m = (bits + ((1995 - k).to(tl.int64) << 52)).to(tl.float64, bitcast=True)
+def _one_draw(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Two normals from five words, for results in float32: r cos θ and r sin θ, r of 96 bits.
+
+    Attacks on Box–Muller pairs ask which secrets are possible, given both results (Jin et al. 2022). A pair is one of
+    some 2¹⁰⁶: a radius and an angle, in float64. Two results in float32 are one of some 2⁵⁰, so that 2⁵⁶ pairs lead to
+    them from any secret whatever; where a result is 2⁻ʲ of the noise's size, which is so with a probability of 2⁻ʲ, 2ʲ
+    times fewer. With 64 bits a radius beyond 7 would be one of few enough to be told apart, with 96 none that occurs.
+    """
+    radius = _root(2.0 * _minus_log(_pair(words[i], words[i + 1]), words[i + 2].to(tl.float64)))
+    cosine, sine = _turn(_pair(words[i + 3], words[i + 4]))
+    return radius * cosine, radius * sine
+
+
+def _minus_log(word: tl.tensor, more: tl.tensor) -> tl.tensor:
+    """−ln u for u = (word + (more + ½) 2⁻³²) 2⁻⁶⁴, without the library's branches for arguments that do not occur."""
+    v = tl.fma(more + 0.5, 2.0**-32, word.to(tl.float64))  # 2⁶⁴ u: never 0
+    bits = v.to(tl.int64, bitcast=True)
+    # v = 2ᵏ m, √½ ≤ m < √2 (its high word is 0x3FE6A09E or more)
+    k = ((bits >> 32).to(tl.int32) - 0x3FE6A09E) >> 20
+    m = (bits - (k.to(tl.int64) << 52)).to(tl.float64, bitcast=True)
     # −ln m = 2 artanh s, s = (1 − m)/(1 + m): 1 − m is exact, so that all digits are right next to 1, too
     seed = tl.rsqrt((1.0 + m).to(tl.float32))
     inverse = (seed * seed).to(tl.float64)
@@ -243,11 +235,11 @@ def _minus_log(word: tl.tensor) -> tl.tensor:
     p = 0.18183565139770508 + x * (0.15314102172851562 + x * 0.1479548215866089)
     p = 0.28571428744285315 + x * (0.2222219845460327 + x * p)
     p = 2.0 + x * (0.6666666666666724 + x * (0.399999999994167 + x * p))
-    return tl.fma(s, p, -0.6931471805599453 * k.to(tl.float64))
+    return tl.fma(s, p, 0.6931471805599453 * (64 - k).to(tl.float64))
 
 
 def _root(x: tl.tensor) -> tl.tensor:
-    """√x for x = 0 or 2⁻⁵³ ≤ x < 37, where float32's approximate inverse is in range: 22 bits, tripled by one step."""
+    """√x for x = 0 or 2⁻⁵³ ≤ x < 135, where float32's approximate inverse is in range: 22 bits, tripled by one step."""
     inverse = tl.rsqrt(x.to(tl.float32) + 1e-30).to(tl.float64)  # finite for 0, and else the sum is x
     y = x * inverse
     e = 1.0 - y * inverse

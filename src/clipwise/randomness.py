@@ -206,7 +206,8 @@ class SecureStream(_ChaCha20):
     normals). As Holohan & Braghin (2021) advise, each normal is a sum of independent draws, here two that share no
     pair (the sine and the cosine of one pair add up to a single cosine). Two outputs then hold four uniforms, and
     undoing them means trying 2¹⁰⁶ values of two of these. This doubles the work. It is a defence against known attacks,
-    not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13.
+    not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13. On CUDA a result in float32 takes one draw, since
+    rounding it hides the rest (``gpu_noise._one_draw``), and |z| < 11.6.
     """
 
     name = "chacha20"

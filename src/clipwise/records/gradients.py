@@ -186,14 +186,16 @@ class SampleGradients:
         small = self._small(names)
         own = [self._own(name) for name in names if name not in small]
         parts = [Dense(torch.cat(list(small.values()), 1)).sq_norm()] if small else []
-        parts += sq_norms([records[0] for records in own if len(records) == 1])
-        for records in own:
-            if len(records) > 1:  # a tied weight: ‖u + v‖² = ‖u‖² + ‖v‖² + 2⟨u, v⟩, and slack for what may cancel
-                squares = [record.sq_norm().to(self._dtype) for record in records]
-                whole = torch.stack([square.sqrt() for square in squares]).sum(0)
-                crossed = [2 * cross(u, v).to(self._dtype) for i, u in enumerate(records) for v in records[:i]]
-                parts += [*squares, *crossed, 4 * torch.finfo(self._dtype).eps * whole.square()]
-        return torch.stack(parts).sum(0).clamp(min=0) if parts else self._zeros()
+        parts += sq_norms([record for records in own for record in records])
+        if not parts:
+            return self._zeros()
+        squares = torch.stack([part.to(self._dtype) for part in parts]).sum(0)
+        tied = max(map(len, own), default=0)
+        if tied > 1:  # ‖Σ u‖² = Σ ‖u‖² + 2 Σ ⟨u, v⟩; what may cancel is rounded like (Σ ‖u‖)² ≤ tied · Σ ‖u‖²
+            crossed = [2 * cross(u, v) for records in own for i, u in enumerate(records) for v in records[:i]]
+            more = 4 * torch.finfo(self._dtype).eps * tied
+            squares = (1 + more) * squares + torch.stack([part.to(self._dtype) for part in crossed]).sum(0)
+        return squares.clamp(min=0)
 
     def _own(self, name: str) -> tuple[Record, ...]:
         """A parameter's records as norms and sums take them."""
