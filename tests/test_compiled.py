@@ -310,6 +310,45 @@ def test_rows_are_rounded_and_padded_once_for_a_product_and_its_record(monkeypat
     assert {rows.args[1][-1] for rows in read} == {16, 24}  # of 13 features, 16
 
 
+NOT_CUT = {
+    "cut elsewhere": lambda b: F.pad(b, (0, 3))[..., 1:14],
+    "cut further": lambda b: F.pad(b, (0, 3))[..., :10],
+    "padded with ones": lambda b: F.pad(b, (0, 3), value=1.0)[..., :13],
+    "padded in front": lambda b: F.pad(b, (3, 0))[..., :13],
+    "padded along rows": lambda b: F.pad(b, (0, 3, 0, 1))[:, :-1, :13],
+    "not padded": lambda b: torch.cat([b, b], 2)[..., :13],
+    "turned after": lambda b: F.pad(b, (0, 3))[..., :13].transpose(1, 2).reshape(2, -1, 13),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_only_zeros_that_were_cut_away_are_multiplied(name: str) -> None:
+    torch.manual_seed(0)
+    b, weight = torch.randn(2, 5, 13), torch.randn(16, 4)
+
+    def product(b: Tensor, weight: Tensor) -> Tensor:
+        rows = NOT_CUT[name](b).flatten(0, 1)
+        return rows @ weight[: rows.shape[-1]]
+
+    graph = make_fx(product, tracing_mode="fake")(b, weight)
+    before = calls(graph, "constant_pad_nd")
+    changed = lean_module.padded_once(graph)
+    assert calls(changed, "constant_pad_nd") == before
+    assert torch.equal(changed(b, weight), product(b, weight))
+
+
+def test_what_zeros_meet_in_a_padded_product_adds_nothing_even_where_it_is_not_finite() -> None:
+    torch.manual_seed(0)
+    b, weight = torch.randn(2, 5, 13), torch.randn(13, 4)
+    product = lambda b, weight: F.pad(b, (0, 3))[..., :13].reshape(-1, 13) @ weight
+    changed = lean_module.padded_once(make_fx(product, tracing_mode="fake")(b, weight))
+    assert calls(changed, "constant_pad_nd") == 2
+    assert torch.allclose(changed(b, weight), product(b, weight), rtol=1e-5, atol=1e-5)
+    weight[3, 1] = torch.inf
+    found, expected = changed(b, weight), product(b, weight)
+    assert torch.equal(found.isfinite(), expected.isfinite())
+
+
 class Pooled(nn.Module):
     """The mean over what a mask keeps: without a finite gradient where it keeps nothing."""
 
