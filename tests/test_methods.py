@@ -33,7 +33,7 @@ class Ones:
 
     name = "ones"
 
-    def normal(self, shape: Sequence[int]) -> Tensor:
+    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
         return torch.ones(tuple(shape), dtype=torch.float64)
 
     def uniform(self, count: int) -> Tensor:

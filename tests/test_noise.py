@@ -101,7 +101,7 @@ class Counting:
     def __init__(self) -> None:
         self.stream, self.drawn, self.name = SeededStream(5), 0, "counting"
 
-    def normal(self, shape: Sequence[int]) -> Tensor:
+    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
         self.drawn += math.prod(shape)
         return self.stream.normal(shape)
 
@@ -147,12 +147,30 @@ def test_a_step_s_noise_is_the_same_whatever_the_chunks(chunk: int) -> None:
 def test_noise_is_added_in_float64_and_only_the_noisy_sum_is_rounded() -> None:
     secret = torch.randn(LIKE["a.bias"].shape, generator=torch.Generator().manual_seed(7)) * 100
     private = PrivateSum((Part({"w": secret}, 0.3, 1.0),))
-    noise = 1.7 * 0.3 * SeededStream(8).normal([1000])
+    noise = 1.7 * 0.3 * SeededStream(8).normal([1000], narrow=True)
     assert noise.dtype == torch.float64
     once = (secret.double() + noise).to(secret.dtype)
     twice = secret + noise.float()  # rounded before the addition too
     assert torch.equal(release(private, EVENT, SeededStream(8)).gradient["w"], once)
     assert not torch.equal(once, twice)
+
+
+def test_what_stays_in_float64_takes_two_draws_and_what_is_rounded_one() -> None:
+    asked: list[tuple[int, bool]] = []
+
+    class Noting(SeededStream):
+        def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
+            asked.append((math.prod(shape), narrow))
+            return super().normal(shape, narrow)
+
+    small, large = torch.ones(3), torch.ones(5, dtype=torch.float64)
+    parts = (Part({"a": small}, 1.0, 0.25), Part({"b": large}, 1.0, 0.25), Part({"a": large}, 1.0, 0.5, is_count=True))
+    released = release(PrivateSum(parts), EVENT, Noting(1))
+    assert asked == [(3, True), (10, False)]
+    assert released.gradient["a"].dtype == torch.float32 and released.gradient["b"].dtype == torch.float64
+    asked.clear()
+    release(PrivateSum(parts), EVENT, Noting(1), 2.0, torch.float32)
+    assert asked == [(8, True), (5, False)]  # a count keeps its own format
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -248,13 +266,14 @@ def test_a_release_is_over_the_divisor_and_rounded_once_but_its_counts_are_not()
         Part({"count": torch.tensor(7.0, dtype=torch.float64)}, 0.5, 0.25, is_count=True),
     )
     released = release(PrivateSum(parts), EVENT, SeededStream(3), divisor=32.0, dtype=torch.float32)
-    noise = SeededStream(3).normal([18])
+    stream = SeededStream(3)
+    noise, counted = stream.normal([17], narrow=True), stream.normal([1])
     scales = [1.7 * 0.5 / math.sqrt(0.25), 1.7 * 3.0 / math.sqrt(0.5), 1.7 * 0.5 / math.sqrt(0.25)]
     expected = (a.double() + scales[0] * noise[:12].view(3, 4)) / 32, (b + scales[1] * noise[12:17]) / 32
     for name, value in zip("ab", expected, strict=True):
         assert released.gradient[name].dtype == torch.float32 and torch.equal(released.gradient[name], value.float())
     assert released.deviation == {"a": scales[0] / 32, "b": scales[1] / 32}
-    assert torch.equal(released.counts["count"], 7.0 + scales[2] * noise[17])
+    assert torch.equal(released.counts["count"], 7.0 + scales[2] * counted[0])
 
 
 @pytest.mark.parametrize("divisor", [0.0, -2.0, math.nan])

@@ -58,9 +58,13 @@ def test_uniforms_are_the_low_53_bits_of_the_keystream() -> None:
     assert stream.uniform(100).tolist() == expected
 
 
-def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(stream: Stream) -> None:
+either = pytest.mark.parametrize("narrow", [False, True])  # two draws for each number, or one
+
+
+@either
+def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(stream: Stream, narrow: bool) -> None:
     count = 400_000  # several blocks, the last one not full
-    values = stream.normal([count])
+    values = stream.normal([count], narrow)
     assert stats.kstest(values[:100_000].numpy(), "norm").pvalue > 1e-6
     # five standard errors each: a right sampler fails once in a million runs
     assert abs(float(values.mean())) < 5 / math.sqrt(count)
@@ -69,16 +73,18 @@ def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal
     assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / count)
 
 
-def test_the_tails_of_the_normals_hold_what_they_should(stream: Stream) -> None:
+@either
+def test_the_tails_of_the_normals_hold_what_they_should(stream: Stream, narrow: bool) -> None:
     count = 2_000_000
-    beyond = int((stream.normal([count]).abs() > 3.5).sum())
+    beyond = int((stream.normal([count], narrow).abs() > 3.5).sum())
     assert stats.binomtest(beyond, count, 2 * stats.norm.sf(3.5)).pvalue > 1e-6
 
 
+@either
 @pytest.mark.parametrize("lag", [1, 2, 8, 1 << 14, 1 << 15, 1 << 16])
-def test_normals_and_their_squares_are_not_correlated_at_a_distance(stream: Stream, lag: int) -> None:
+def test_normals_and_their_squares_are_not_correlated_at_a_distance(stream: Stream, lag: int, narrow: bool) -> None:
     # 2¹⁵ is the distance between the sine and the cosine of one pair, 2¹⁶ the length of a block
-    values = stream.normal([300_000])
+    values = stream.normal([300_000], narrow)
     for series in (values, (values**2 - 1) / math.sqrt(2)):
         pairs = series[:-lag] * series[lag:]
         assert abs(float(pairs.mean())) < 6 / math.sqrt(len(pairs))
@@ -93,14 +99,17 @@ def test_uniforms_are_uniform_in_the_half_open_interval(stream: Stream) -> None:
     assert stats.binomtest(odd, len(values), 0.5).pvalue > 1e-6
 
 
+@either
 @pytest.mark.parametrize("byte", [0x00, 0xFF])
-def test_normals_are_finite_at_the_ends_of_the_uniforms(byte: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normals_are_finite_at_the_ends_of_the_uniforms(
+    byte: int, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def constant(key: bytes, nonce: bytes, into: memoryview) -> None:
         into[:] = bytes([byte]) * len(into)
 
     monkeypatch.setattr("clipwise.randomness.keystream", constant)
-    values = SecureStream().normal([9])
-    largest = math.sqrt(2) * math.sqrt(2 * 53 * math.log(2))
+    values = SecureStream().normal([9], narrow)
+    largest = math.sqrt(2 * 96 * math.log(2)) if narrow else math.sqrt(2) * math.sqrt(2 * 53 * math.log(2))
     assert bool(values.isfinite().all()) and float(values.abs().max()) <= largest * (1 + 1e-12)
 
 
@@ -130,6 +139,36 @@ def test_normals_are_what_box_muller_says_to_the_last_digits() -> None:
         draws = [length * wave(angle) for length, angle in zip(lengths, angles, strict=True)]
         expected = [(a + b) / math.sqrt(2) for a, b in zip(draws[:half], draws[half:], strict=True)]
         assert max(abs(a - b) for a, b in zip(part.tolist(), expected, strict=True)) < 1e-14
+
+
+@pytest.mark.parametrize("count", [10_000, 9_999, 1])
+def test_normals_that_will_be_rounded_are_one_draw_each_to_the_last_digits(count: int) -> None:
+    half = (count + 1) // 2
+    words = bytearray(20 * half)
+    keystream(*SeededStream(2)._next(use=1), memoryview(words))
+    numbers = [int.from_bytes(words[i : i + 8], "little") for i in range(0, 16 * half, 8)]
+    more = [int.from_bytes(words[i : i + 4], "little") for i in range(16 * half, 20 * half, 4)]
+    uniforms = [
+        ((2 * (number % 2**63) << 32) + 2 * rest + 1) / 2**96 for number, rest in zip(numbers[:half], more, strict=True)
+    ]
+    lengths = [math.sqrt(-2 * math.log(uniform)) for uniform in uniforms]
+    angles = [2 * math.pi * ((number + 2**63) % 2**64 - 2**63) / 2**64 for number in numbers[half:]]
+    expected = [r * wave(a) for wave in (math.cos, math.sin) for r, a in zip(lengths, angles, strict=True)]
+    found = SeededStream(2).normal([count], narrow=True).tolist()
+    assert max(abs(a - b) for a, b in zip(found, expected[:count], strict=True)) < 1e-14
+
+
+def test_a_radius_far_out_is_one_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    radii = []
+    for rest in (0, 1 << 20):
+
+        def fixed(key: bytes, nonce: bytes, into: memoryview, rest: int = rest) -> None:
+            into[:] = (1 << 17).to_bytes(8, "little") + bytes(8) + rest.to_bytes(4, "little")  # u = 2⁻⁴⁶ and more
+
+        monkeypatch.setattr("clipwise.randomness.keystream", fixed)
+        radii.append(float(SecureStream().normal([1], narrow=True)))
+    # 2²⁰ of its radii lie closer together than two numbers of float32 do
+    assert 7.9 < radii[1] < radii[0] < 8 and radii[0] - radii[1] < torch.finfo(torch.float32).eps * 4
 
 
 def test_the_numbers_do_not_depend_on_how_many_threads_draw_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ Receives: CUDA tensors, each with its noise's scale, and a key and nonce that no
 Gives: the tensors with noise added, over a divisor, perhaps in another format.
 
 Results in float64 are made as on the CPU (``randomness``): every normal is the sum of two draws that share no pair of
-Box–Muller's, and a ChaCha20 block of 16 words is 4 pairs, 4 outputs. Results in float32 need one draw (``_one_draw``
-says why), and a block is 3 pairs, 6 outputs. Of B blocks, block b makes the outputs b, b + B, b + 2B and so on, so that
+Box–Muller's, and a ChaCha20 block of 16 words is 4 pairs, 4 outputs. Results in float32 need one draw (it says why),
+and a block is 3 pairs, 6 outputs. Of B blocks, block b makes the outputs b, b + B, b + 2B and so on, so that
 neighbouring threads touch neighbouring numbers. Outputs are counted as they lie in memory: the noise is independent, so
 that it does not matter which number gets which, and a tensor with its channels last is read and written as it is.
 """
@@ -205,13 +205,7 @@ def _two_draws(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
 
 
 def _one_draw(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Two normals from five words, for results in float32: r cos θ and r sin θ, r of 96 bits.
-
-    Attacks on Box–Muller pairs ask which secrets are possible, given both results (Jin et al. 2022). A pair is one of
-    some 2¹⁰⁶: a radius and an angle, in float64. Two results in float32 are one of some 2⁵⁰, so that 2⁵⁶ pairs lead to
-    them from any secret whatever; where a result is 2⁻ʲ of the noise's size, which is so with a probability of 2⁻ʲ, 2ʲ
-    times fewer. With 64 bits a radius beyond 7 would be one of few enough to be told apart, with 96 none that occurs.
-    """
+    """Two normals from five words: r cos θ and r sin θ, r of 96 bits."""
     radius = _root(2.0 * _minus_log(_pair(words[i], words[i + 1]), words[i + 2].to(tl.float64)))
     cosine, sine = _turn(_pair(words[i + 3], words[i + 4]))
     return radius * cosine, radius * sine

@@ -53,7 +53,7 @@ def release(
     counts: Gradient = {}
     deviation: dict[str, float] = {}
     on_cuda: dict[bool, tuple[list[str], list[Tensor], list[float]]] = {False: ([], [], []), True: ([], [], [])}
-    elsewhere: list[tuple[Part, float, Gradient]] = []
+    elsewhere: dict[bool, list[tuple[Part, float, Gradient]]] = {True: [], False: []}  # by whether results are narrow
     for part in private.parts:
         scale = sigma * part.bound / math.sqrt(part.share)
         names, values, scales = on_cuda[part.is_count]
@@ -66,14 +66,16 @@ def release(
             else:
                 here[name] = value
         if here:
-            elsewhere.append((part, scale, here))
+            own = part.is_count or dtype is None  # the values' own formats
+            formats = {value.dtype for value in here.values()} if own else {dtype}
+            elsewhere[torch.float64 not in formats].append((part, scale, here))
         if not part.is_count:
             deviation.update(dict.fromkeys(part.value, scale / divisor))
-    if elsewhere:
+    for narrow, some in elsewhere.items():
         # one draw for everything outside CUDA, where a stream is fastest in long pieces; and one sum for each part
-        sizes = [sum(v.numel() for v in here.values()) for _, _, here in elsewhere]
-        draws = stream.normal([sum(sizes)]).split(sizes)
-        for (part, scale, here), normals in zip(elsewhere, draws, strict=True):
+        sizes = [sum(v.numel() for v in here.values()) for _, _, here in some]
+        draws = stream.normal([sum(sizes)], narrow).split(sizes) if some else ()
+        for (part, scale, here), normals in zip(some, draws, strict=True):
             into, over = (counts, (1.0, None)) if part.is_count else (gradient, (divisor, dtype))
             whole = torch.cat([value.flatten() for value in here.values()])
             pieces = add_scaled(whole, normals, scale, *over).split([v.numel() for v in here.values()])

@@ -41,8 +41,8 @@ class Stream(Protocol):
         """The generator, as a run's statement names it."""
         ...
 
-    def normal(self, shape: Sequence[int]) -> Tensor:
-        """Independent standard normals, float64, of that shape."""
+    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
+        """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32."""
         ...
 
     def uniform(self, count: int) -> Tensor:
@@ -86,6 +86,27 @@ def _split(out: Tensor, size: int) -> list[NDArray[np.float64]]:
     """Its memory in pieces of at most that size."""
     flat: NDArray[np.float64] = out.numpy()
     return [flat[at : at + size] for at in range(0, len(flat), size)]
+
+
+def _single(out: NDArray[np.float64], start: tuple[bytes, bytes]) -> None:
+    """As many normals, each from one Box–Muller draw, over ``out``: five 32-bit words make two.
+
+    r = √(−2 ln u) with u = word · 2⁻⁶³ + (more + ½) · 2⁻⁹⁵, which is never 0.
+    """
+    half, rest = (len(out) + 1) // 2, len(out) // 2
+    room = np.empty(20 * half, np.uint8)
+    keystream(*start, room.data)
+    word, turn = room[: 16 * half].view(np.int64).reshape(2, half)
+    word &= (1 << 63) - 1
+    radius = np.multiply(room[16 * half :].view(np.uint32), 2.0**-95)
+    radius += 2.0**-96
+    radius += word * 2.0**-63
+    np.log(radius, out=radius)
+    radius *= -2
+    np.sqrt(radius, out=radius)
+    angle = np.multiply(turn, 2 * math.pi * 2.0**-64)
+    cosines, sines = (_by_tangent if _fast_tangent() else _by_both)(angle[None], radius[None])
+    out[:half], out[half:] = cosines[0], sines[0, :rest]
 
 
 def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
@@ -163,18 +184,21 @@ class _ChaCha20(ABC):
             np.multiply(_words(len(block), *self._next(use=0)) & _MASK, 2.0**-53, out=block)
         return out
 
-    def normal(self, shape: Sequence[int]) -> Tensor:
-        """Independent standard normals, float64, of that shape; many of them in threads, as PyTorch has."""
-        out = _empty(math.prod(shape))
+    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
+        """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32.
+
+        Many of them are drawn in threads, as PyTorch has.
+        """
+        out, draw = _empty(math.prod(shape)), _single if narrow else _normals
         blocks = _split(out, _BLOCK // 2)
         starts = [self._next(use=1) for _ in blocks]  # in order, whichever thread comes to them
         threads = min(torch.get_num_threads(), _THREADS, len(blocks) // _EACH)
         if threads > 1:
             with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
-                list(pool.map(_normals, blocks, starts))
+                list(pool.map(draw, blocks, starts))
         else:
             for block, start in zip(blocks, starts, strict=True):
-                _normals(block, start)
+                draw(block, start)
         return out.view(tuple(shape))
 
     def noisy_all(
@@ -206,8 +230,12 @@ class SecureStream(_ChaCha20):
     normals). As Holohan & Braghin (2021) advise, each normal is a sum of independent draws, here two that share no
     pair (the sine and the cosine of one pair add up to a single cosine). Two outputs then hold four uniforms, and
     undoing them means trying 2¹⁰⁶ values of two of these. This doubles the work. It is a defence against known attacks,
-    not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13. On CUDA a result in float32 takes one draw, since
-    rounding it hides the rest (``gpu_noise._one_draw``), and |z| < 11.6.
+    not a proof: the sampler is exact to about 2⁻⁵³, and |z| < 12.13.
+
+    Where secret + noise is rounded to float32 one draw is enough. A pair is one of some 2¹⁰⁶: a radius and an angle, in
+    float64. Two results in float32 are one of some 2⁵⁰, so that 2⁵⁶ pairs lead to them from any secret whatever; where
+    a result is 2⁻ʲ of the noise's size, which is so with a probability of 2⁻ʲ, 2ʲ times fewer. With 64 bits a radius
+    beyond 7 would be one of few enough to be told apart, so it has 95: |z| < 11.6.
     """
 
     name = "chacha20"
