@@ -671,13 +671,14 @@ KNOWN = {
 }
 
 
-def stated(*events):
+def stated(*events, earlier=(), **changed):
     from clipwise.report import Statement
 
     ledger = Ledger()
+    ledger.extend(earlier)
     for event in events:
         ledger.record(event)
-    return ledger, Statement.of(ledger, **KNOWN)
+    return ledger, Statement.of(ledger, earlier=earlier, **{**KNOWN, **changed})
 
 
 def test_a_statement_says_under_which_conditions_its_epsilon_holds():
@@ -697,13 +698,46 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
     assert all(part in text for part in statement.refused)
 
 
-def test_a_statement_names_what_was_released_beside_the_steps_and_counts_it():
-    _, plain = stated(A, A)
-    _, more = stated(Gaussian(5.0, "means of the scattering features"), A, A)
+def test_a_statement_names_what_was_spent_before_the_steps_and_counts_it():
+    _, plain = stated(A)
+    _, more = stated(A, A, earlier=[(Gaussian(5.0, "means of the scattering features"), 1)])
     assert more.epsilon > plain.epsilon
-    assert plain.also_released == () and "nothing: the steps are all" in plain.text()
-    assert more.also_released == ("means of the scattering features",)
-    assert "means of the scattering features" in more.text()
+    assert plain.spent_before == () and "nothing: the steps are all" in plain.text() and "1 step\n" in plain.text()
+    said = " ".join(more.text().split())
+    assert "2 steps, and 1 release spent before" in said
+    assert "1 × means of the scattering features, of all samples, multiplier 5" in said
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_reader_can_compute_epsilon_again_from_what_the_statement_names(same):
+    """A run after another: its own steps, and those of the other, even where they cost the same."""
+    before = A if same else PoissonGaussian(1.25, 0.2)
+    ledger, statement = stated(A, A, A, earlier=[(before, 4)])
+    values = json.loads(json.dumps(statement.as_dict()))
+    assert (values["steps"], values["releases"]) == (3, 7)
+    named = [(each.pop("count"), each) for each in (*values["entries"], *values["spent_before"])]
+    assert all(each.pop("event") == "poisson_gaussian" for _, each in named)
+    assert spent([(PoissonGaussian(**each), count) for count, each in named], 1e-5) == ledger.epsilon(1e-5)
+    said = " ".join(statement.text().split())
+    assert "3 steps, and 4 releases spent before" in said and "rate 0.1, expected batch 10" in said
+    assert f"4 × Poisson, rate {before.sampling_rate}, multiplier {before.noise_multiplier:g}" in said
+
+
+def test_steps_that_are_no_plain_poisson_draws_are_said_with_all_that_they_cost():
+    _, full = stated(MemoryGaussian(2.0, 0.1, 0.25))
+    assert "1 × Poisson, rate 0.1, with hidden memory 0.25, multiplier 2" in " ".join(full.text().split())
+    _, blocks = stated(BlockGaussian(2.0, 0.3, True), BlockGaussian(2.0, 0.3, False), BlockGaussian(2.0, 0.3, False))
+    assert "1 × a block begun, rate 0.3, multiplier 2; 2 × within a block" in " ".join(blocks.text().split())
+
+
+def test_how_an_earlier_run_sampled_is_not_said_of_this_one():
+    _, statement = stated(A, earlier=[(BlockGaussian(2.0, 0.3, True), 1)])
+    assert statement.sampling == "Poisson"
+
+
+def test_only_an_accountant_with_a_grid_states_one():
+    _, statement = stated(A, accountant="rdp")
+    assert statement.discretisation is None and "grid" not in statement.text()
 
 
 def test_a_run_that_goes_on_with_the_ledger_of_its_statistics_states_both():
@@ -720,7 +754,7 @@ def test_a_run_that_goes_on_with_the_ledger_of_its_statistics_states_both():
         private.step(batch)
     both = [(Gaussian(5.0, "means of the columns"), 1), (PoissonGaussian(2.0, 0.25), 3)]
     assert private.epsilon() == spent(both, 1e-3) > spent(both[1:], 1e-3)
-    assert private.statement().also_released == ("means of the columns",)
+    assert [each["what"] for each in private.statement().spent_before] == ["means of the columns"]
 
 
 def test_a_statement_says_how_a_run_with_groups_or_with_memory_samples():

@@ -129,7 +129,8 @@ def test_the_advised_run_counts_the_advice_so_that_both_keep_the_epsilon(capsys:
     words = shlex.split(found["command"])
     assert main([*words[1:], "--accountant", "rdp", "--json", "--folder", "run"]) == 0
     stated = json.loads(capsys.readouterr().out)["statement"]
-    assert advise.WHAT in stated["also_released"] and stated["releases"] == 6
+    assert [each["what"] for each in stated["spent_before"]] == [advise.WHAT]
+    assert (stated["steps"], stated["releases"]) == (5, 6)
     with Ledger("advice/ledger.jsonl") as ledger:
         ((event, _),) = ledger.entries
     train = len(load("npz:private.npz").train)

@@ -23,7 +23,7 @@ from clipwise.cli import COMMANDS, main
 from clipwise.cli.runs import _again, _patient
 from clipwise.cli.screen import Bar
 from clipwise.cli.train import _resumed
-from clipwise.config import TrainConfig
+from clipwise.config import TrainConfig, made
 from clipwise.methods import METHODS
 from clipwise.types import InputError
 
@@ -186,6 +186,12 @@ def test_the_seed_fixes_the_first_weights_and_not_the_noise() -> None:
     assert not any(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_samples_that_are_taken_as_public_are_not_said_to_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(small("--method", "batch_clipping(flat(1.0), companions=2)", "--public", "6", steps=1)) == 0
+    assert "of 14 evaluation samples" in " ".join((shown := capsys.readouterr().out).split())
+    assert ", 1 step" in shown and "1 steps" not in shown
+
+
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(small("--quiet")) == 0
     assert capsys.readouterr() == ("", "")
@@ -286,6 +292,8 @@ def test_compare_refuses_what_it_cannot_train(
         (["--epsilon", "1", "--method", "psac("], "expected a method such as psac"),
         (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
         (["--epsilon", "1", "--model", "digits_cnn"], "digits_cnn takes samples of shape (1, 8, 8), got (4,)"),
+        (["--epsilon", "1", "--method", "flat(inf)"], "in the method 'flat(inf)': a number must be finite, got inf"),
+        (["--epsilon", "1", "--method", "dp_sat(radius=-inf)"], "a number must be finite, got -inf"),
         (["--epsilon", "1", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
         (["--epsilon", "1", "--data", "npz:no/data.npz"], "does not exist"),
         (["--epsilon", "1", "--data", "npz:dada.npz"], "did you mean 'data.npz'?"),
@@ -322,7 +330,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         (lambda x, y: (x, np.where(np.arange(100) == 5, 1000, y)), "labels 0 to classes − 1, got 1000"),
         (lambda x, y: (x, y[:-1]), "equally many rows, got 100 and 99"),
         (lambda x, y: (x.astype(str), y), "x must hold real numbers"),
-        (lambda x, y: (x, 0 * y), "classes must be a whole number of at least 2, got 1"),
+        (lambda x, y: (x, 0 * y), "y must hold labels of at least two classes, got the label 0 alone in npz:data.npz"),
     ],
 )
 def test_bad_data_is_one_line_and_leaves_nothing(
@@ -480,9 +488,22 @@ def test_a_resumed_run_is_told_anew_how_and_where_it_runs(monkeypatch: pytest.Mo
     begun = TrainConfig(batch=20, noise_multiplier=1.0)
     monkeypatch.setattr("clipwise.cli.train.settings_of", lambda folder: begun)
     told: dict[str, Any] = {"resume": "run", "device": "cuda:1", "tensorboard": True, "threads": 3, "json_lines": True}
-    assert _resumed(TrainConfig(**told), "run") == replace(begun, **told)
+    assert _resumed(made(TrainConfig, told), "run") == replace(begun, **told)
     with pytest.raises(InputError, match="keeps its settings, got --folder other"):
-        _resumed(TrainConfig(**told, folder="other"), "run")
+        _resumed(made(TrainConfig, told, {"folder": "other"}), "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same"), [("data", "digits", "npz:data.npz"), ("batch", 256, 20), ("method", "flat", "psac")]
+)
+def test_what_a_resumed_run_is_told_must_be_its_own_setting_also_where_it_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, same: Any
+) -> None:
+    begun = TrainConfig(data="npz:data.npz", batch=20, noise_multiplier=1.0, method=str(METHODS["psac"]()))
+    monkeypatch.setattr("clipwise.cli.train.settings_of", lambda folder: begun)
+    with pytest.raises(InputError, match=f"keeps its settings, got --{name} {value} for .*: leave it out"):
+        _resumed(made(TrainConfig, {"resume": "run", name: value}), "run")
+    assert _resumed(made(TrainConfig, {"resume": "run", name: same}), "run") == replace(begun, resume="run")
 
 
 def test_how_to_go_on_says_where_the_run_was() -> None:
@@ -497,7 +518,8 @@ def test_what_was_spent_before_is_not_called_steps_of_this_run(capsys: pytest.Ca
     assert main(["report", "second"]) == 0
     page = (here / "second" / "report.html").read_text()
     for shown in (capsys.readouterr().out, page):
-        assert "7 releases" in shown and "7 steps" not in shown
+        assert "3 steps, and 4 releases spent before" in " ".join(shown.split())
+    assert "4 × Poisson, rate 0.25, multiplier 1" in " ".join(page.split())
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

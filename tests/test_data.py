@@ -82,6 +82,20 @@ def test_a_sequence_of_tensors_gives_batches_of_its_own_kind(data: Any, kind: ty
         assert [column.dtype for column in batch] == [torch.float32, torch.long]
 
 
+TEXTS = [torch.randint(9, (12,)) for _ in range(300)]
+
+
+@pytest.mark.parametrize("data", [TEXTS, tuple(TEXTS), TEXTS[:9], TensorDataset(*TEXTS), [t.numpy() for t in TEXTS]])
+def test_a_list_of_samples_is_not_read_as_columns_of_which_each_position_is_a_sample(data: Any) -> None:
+    with pytest.raises(Refused, match=r"got a (list|tuple) of \d+ tensors of 12 rows: .* write data=torch.stack\(list"):
+        as_dataset(data)
+
+
+@pytest.mark.parametrize("data", [TEXTS[:8], tuple(TEXTS[:12]), dict(enumerate(TEXTS)), torch.stack(TEXTS)])
+def test_a_few_columns_and_named_ones_are_columns(data: Any) -> None:
+    assert len(as_dataset(data)) == (300 if isinstance(data, torch.Tensor) else 12)
+
+
 def test_a_dict_gives_dicts_and_a_tensor_gives_tensors() -> None:
     batch = as_dataset({"x": X, "y": Y.numpy()}).rows(SOME)
     assert type(batch) is dict and list(batch) == ["x", "y"]
@@ -381,7 +395,7 @@ NAN = toy()["x"] * np.where(np.arange(50) < 30, 1, np.nan)[:, None]
         (changed(x_test=TEST["x_test"]), "must hold x and y and x_test and y_test, got x, y, x_test"),
         (changed(x_tets=NAN), "unknown array in set.npz, 'x_tets': did you mean 'x_test'?"),
         ({"images": NAN}, "unknown array in set.npz, 'images': write one of x, x_test, y, y_test"),
-        (changed(x=np.array([[None]] * 50)), "readable file of numeric arrays, got ValueError: Object arrays"),
+        (changed(x=np.array([[None]] * 50)), "file of numeric arrays, got an array of Python objects"),
         (changed(x=np.array([["a"]] * 50)), "x must hold real numbers, got dtype <U1"),
         (changed(x=1j * toy()["x"]), "x must hold real numbers, got dtype complex128"),
         (changed(x=NAN), "x must hold finite numbers, got 40 NaN or infinite, the first in row 30"),
@@ -410,6 +424,22 @@ def test_a_bad_file_is_an_error_of_one_line(tmp_path: Path, arrays: dict[str, An
     with pytest.raises(InputError, match=re.escape(message)) as caught:
         load(saved(tmp_path, **arrays))
     assert "\n" not in str(caught.value)
+
+
+def test_numpy_s_advice_to_run_what_a_file_holds_is_not_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "text.npz").write_text("a,b\n1,2\n")
+    np.savez(tmp_path / "objects.npz", x=np.array([None, "a"], dtype=object), y=np.array([0, 1]))
+    for name, message in (("text", "got no npz file, whatever its name"), ("objects", "got an array of Python obj")):
+        with pytest.raises(InputError, match=message) as caught:
+            load(f"npz:{tmp_path / name}.npz")
+        assert "pickle" not in str(caught.value) and "write it with numpy.savez" in str(caught.value)
+
+
+def test_a_folder_is_answered_by_what_is_read_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digit").mkdir()
+    with pytest.raises(InputError, match=r"it is a folder, .*cifar10:DIR.*imdb:DIR.*x=bytes\[n, channel, height,"):
+        load("digit")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 cut short"])

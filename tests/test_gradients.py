@@ -16,10 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
+from clipwise.methods import flat as flat_method
 from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
 from clipwise.records.kernels import gram_sq_norm
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
 from clipwise.records.layers import products
+from clipwise.step import weigh
 from clipwise.types import InputError
 
 CLOSE = 1e-10
@@ -747,3 +749,86 @@ def test_sums_and_norms_of_half_precision_records_are_float32(kind: str, dtype: 
     )
     assert half.sq_norm().dtype == half.total(torch.ones(SAMPLES)).dtype == half.dense().dtype == torch.float32
     assert half.inner(torch.ones(half.dense().shape[1:])).dtype == torch.float32
+
+
+# ── what cancels, after rounding ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Tied(nn.Module):
+    """A table that is also an output layer: a logit less a row's product with the same numbers, and others beside it."""
+
+    def __init__(self, others: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(12, 16), nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.more = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(others)])
+
+    def forward(self, ids: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+        chosen = F.linear(keys, self.table.weight).gather(2, ids[:, :, None])[:, :, 0]
+        found = (chosen - (self.table(ids) * rows).sum(2)).sum(1) + self.other.to(keys.dtype)[0]
+        return sum((31.9 * p[0] for p in self.more), found)
+
+
+class Looked(nn.Module):
+    """A table alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(12, 16)
+
+    def forward(self, ids: Tensor, rows: Tensor) -> Tensor:
+        return (self.table(ids) * rows).flatten(1).sum(1)
+
+
+class Convolved(nn.Module):
+    """A convolution whose norm is streamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(64, 64, 3, bias=False)
+
+    def forward(self, x: Tensor, b: Tensor) -> Tensor:
+        return (self.conv(x) * b).flatten(1).sum(1)
+
+
+def longest_clipped(model: nn.Module, batch: tuple[Tensor, ...]) -> float:
+    """The length of the longest term that is summed, of samples clipped to 1 as a step clips them."""
+    found = per_sample(model, lambda m, b: m(*b), batch)
+    weights = weigh(flat_method(1.0).blocks(found.names), found.norms([found.names]))[:, 0]
+    each = [found.weighted_sum(torch.where(torch.arange(len(weights)) == i, weights, 0)) for i in range(len(weights))]
+    return max(float(torch.cat([v.double().flatten() for v in own.values()]).norm()) for own in each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_tied_table_that_cancels_keeps_its_bound_beside_any_format(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys = 1e5 * torch.randn(100, 1, 16)
+    batch = (torch.randint(0, 12, (100, 1)), keys, keys + 100 * torch.randn(100, 1, 16))
+    assert longest_clipped(Tied(dtype=dtype), batch) <= 1
+
+
+@pytest.mark.parametrize("others", [0, 100, 300])
+def test_many_parameters_beside_a_tied_table_that_cancels_are_all_counted(others: int) -> None:
+    keys = torch.full((2, 1, 16), 2.0**15)
+    assert longest_clipped(Tied(others), (torch.zeros(2, 1, dtype=torch.long), keys, keys.clone())) <= 1
+
+
+@pytest.mark.parametrize("size", [1e4, 1e5, 1e7])
+def test_rows_of_a_table_that_cancel_keep_their_bound(size: float) -> None:
+    torch.manual_seed(0)
+    rows = size * torch.randn(64, 2, 16)
+    rows[:, 1] = -rows[:, 0] + torch.randn(64, 16)
+    assert longest_clipped(Looked(), (torch.randint(0, 12, (64, 1)).expand(64, 2).contiguous(), rows)) <= 1
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6, 1e7])
+def test_positions_of_a_convolution_that_cancel_keep_their_bound(size: float) -> None:
+    torch.manual_seed(0)
+    x, b = torch.zeros(4, 64, 14, 14), torch.zeros(4, 64, 12, 12)
+    x[..., 1:5] = torch.randn(4, 64, 14, 4)
+    x[..., 7:11] = x[..., 1:5]
+    b[..., 2:3] = size * torch.randn(4, 64, 12, 1)
+    b[..., 8:9] = -b[..., 2:3] + torch.randn(4, 64, 12, 1)
+    model = Convolved()
+    (site,) = per_sample(model, lambda m, batch: m(*batch), (x, b)).sites
+    assert site.form is not None and site.form.name == "streamed"
+    assert longest_clipped(model, (x, b)) <= 1

@@ -517,8 +517,8 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("label=answer", "be said to be classes or a range, got 'answer': write 'label=answer:low|high' or"),
         ("label=answer:#3", "must be said to be classes or a range"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
-        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in row 1: name it too"),
-        ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in row 0"),
+        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: name it too"),
+        ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in line 2"),
         ("label=answer:no|yes&columns=agee", "csv has no column 'agee': did you mean 'age'?"),
         ("label=answer:no|yes&columns=age:90..17", "range of age must be LOW..HIGH with LOW < HIGH, got '90..17'"),
         ("label=answer:no|yes&columns=age:1..x", "range of age must be LOW..HIGH"),
@@ -559,7 +559,7 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
         assert line == f"csv:{path}?label=answer:no|yes&columns={wanted}"
         assert load(line).classes == 2
     path = table(tmp_path, '"a, b & c:d",y\n' + "p,0\nq,1\n" * 5)  # a name with the signs of the text
-    said = refused(f"csv:{path}?label=y:0|1", "must hold numbers, got 'p' in row 0")
+    said = refused(f"csv:{path}?label=y:0|1", "must hold numbers, got 'p' in line 2")
     (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
     assert load(line).shape == (16,)
 
@@ -581,8 +581,9 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
         ("a,y\n", "got no rows"),
         ("a,a\n1,2\n", "a different name for each column, got a, a"),
         ("a,y\n1,0\n1,2,0\n", "must have the 2 columns a, y in each row, got 3 in line 3"),
-        ("a,y\n1,0\n,1\n", "the column a must hold numbers, got '' in row 1: fill or remove the row"),
-        ("a,y\n1,0\nnan,1\n", "the column a must hold numbers, got 'nan' in row 1"),
+        ("a,y\n1,0\n,1\n", "the column a must hold numbers, got '' in line 3: fill or remove it"),
+        ("a,y\n\n1,0\n\n1,x\n", "must be one of 0, 1, got 'x' in line 5"),
+        ("a,y\n1,0\nnan,1\n", "the column a must hold numbers, got 'nan' in line 3"),
         ("a,y\n1,0\n" + "1" * 400 + ",1\n", "the column a must hold numbers"),
         ("a,y\n1,0\n2,1\n", "csv must have at least 5 rows to be split, got 2"),
     ],
@@ -598,8 +599,8 @@ def test_a_bad_table_is_an_error_of_one_line(tmp_path: Path, text: str, message:
         ("[1]\n", "one JSON object per line, got another in line 1"),
         ('{"a": 1, "y": 0}\n{"a": 1}\n', "with the keys a, y per line, got another in line 2"),
         ('{"a": 1, "y": 0}\n{"a": 1,\n', "in line 2: mend it"),
-        ('{"a": null, "y": 0}\n', "the column a must hold numbers, got 'null' in row 0"),
-        ('{"a": [1], "y": 0}\n', "the column a must hold numbers, got '[1]' in row 0"),
+        ('{"a": null, "y": 0}\n', "the column a must hold numbers, got 'null' in line 1"),
+        ('{"a": [1], "y": 0}\n', "the column a must hold numbers, got '[1]' in line 1"),
     ],
 )
 def test_a_bad_jsonl_file_is_an_error_of_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -610,6 +611,15 @@ def test_a_file_that_is_no_text_or_no_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00a")
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "must be a text file in UTF-8")
     refused(f"csv:{tmp_path}?label=y:0|1", "is a folder: write csv:PATH")
+
+
+@pytest.mark.parametrize("said", ["", "?label=income:low|high", "?label=high:low|high&columns=age"])
+@pytest.mark.parametrize("row", ["41,8012,high\n", "41,41,high\n", "41;8012;high\n", "41,8012,high\n23,777\n"])
+def test_a_file_without_names_is_told_so_and_none_of_its_values_are_printed(
+    tmp_path: Path, row: str, said: str
+) -> None:
+    told = refused(f"csv:{table(tmp_path, 2 * row)}{said}", "write ")
+    assert not re.search("41|8012|777", told.replace(str(tmp_path), "")) and re.search("names=|separator=semic", told)
 
 
 def test_a_semicolon_file_is_told_so(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from clipwise.accounting import Ledger
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -77,6 +79,19 @@ def test_the_readme_s_blocks_run(group: list[Block], tmp_path: Path, monkeypatch
     for block in group:
         # as many empty lines first as stand above the block, so that a traceback shows the README's line
         exec(compile("\n" * (block.line - 1) + block.code, str(README), "exec"), namespace)
+
+
+def test_the_readme_s_own_loop_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 steps 6 were made and 4 kept: 8 are left, and all 14 count."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = (block for block in blocks(README.read_text()) if block.heading == "Stop and go on")
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(block.code, str(README), "exec"), namespace)
+    private = namespace["private"]
+    assert private.steps_taken == 8 and private.ledger.releases == 14
+    assert 2.9 < private.epsilon() <= 3 and Ledger("ledger.jsonl").epsilon(1e-5) == private.epsilon()
+    assert torch.load("checkpoint.pt", weights_only=True)["done"] == 12
+    assert "8 steps, and 6 releases spent before" in private.statement().text()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

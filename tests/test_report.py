@@ -329,9 +329,29 @@ def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> 
     assert "No look sees the feedback of dice, so its bias is shown without." in text
 
 
-def test_runs_that_saw_other_gradients_are_not_ranked_as_if_they_had_the_same(others: Path) -> None:
-    said = answer(rows(read([others / "dice", others / "regression"])))
+def test_runs_that_saw_other_gradients_are_not_ranked_as_if_they_had_the_same(others: Path, compared: Path) -> None:
+    said = answer(rows(read([others / "dice", compared / "1-flat"])))
     assert said[0].startswith("Over its own run ") and "this does not rank the methods" in said[1]
+
+
+@pytest.mark.parametrize("change", [None, "data.npz?train=90"])
+def test_runs_of_other_data_or_tasks_are_not_ranked_at_all(
+    change: str | None, others: Path, compared: Path, tmp_path: Path
+) -> None:
+    """A classification beside a regression, and two classifications of which one had other rows."""
+    other = others / "regression"
+    if change is not None:
+        other = tmp_path / "other"
+        shutil.copytree(compared / "1-flat", other)
+        settings = other / "settings.toml"
+        settings.write_text(settings.read_text().replace("data.npz", change))
+    runs = read([compared / "1-flat", compared / "2-psac", other])
+    shown = Read(text := page(runs, figures(runs)))
+    assert "These runs are of different data or tasks, so nothing here ranks them" in shown.text
+    for word in ("least biased", "most accurate", "least error", "points best", "bends the gradient least?"):
+        assert word not in shown.text
+    assert "num best" not in text and "is the best of its column" not in text and 'id="same-gradients"' not in text
+    assert "3 private runs" in shown.text and shown.text.count(" accuracy at ε = ") == (2 if change is None else 3)
 
 
 def test_an_audits_verdict_is_shown_and_a_false_claim_comes_first(compared: Path, tmp_path: Path) -> None:

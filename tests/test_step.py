@@ -471,3 +471,16 @@ def test_a_loop_over_epochs_around_the_batches_of_all_epochs_is_told_so() -> Non
         private.step(batch)
     with pytest.warns(UserWarning, match="all 3 steps of this run are taken.*without a loop over epochs"):
         assert list(private.batches()) == []
+
+
+def test_the_statement_names_every_method_that_was_exchanged_for_another() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 2), (torch.randn(40, 3), torch.randint(2, (40,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = cw.make_private(model, optimizer, data, batch=8, steps=4, noise_multiplier=1.0, delta=1e-5, noise=1)
+    private.method = cw.flat(2.0)  # before anything was released
+    for batch in private.batches():
+        private.step(batch)
+        if private.steps_taken == 2:
+            private.method = cw.flat(3.0)
+    assert private.statement().method == f"{cw.flat(2.0)}; from step 2: {cw.flat(3.0)}"

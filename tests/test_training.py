@@ -454,6 +454,26 @@ def test_a_changing_method_without_an_expression_is_refused_before_there_is_a_fo
     assert trained(method=halved(1.0)).statement.releases == 6
 
 
+def test_a_run_that_is_stopped_lets_go_of_its_ledger(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def stop(private: Any, *_: Any) -> None:
+        kept.append(private)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path / "run", progress=stop)
+    assert kept[0].ledger.releases == 1 and kept[0].ledger._file is None
+
+
+def test_a_resumed_run_whose_data_grew_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    more = (torch.randn(50, 4), torch.zeros(50, dtype=torch.long))
+    with pytest.raises(InputError, match="began with 40 samples for a batch of 10, got 50: another number of samples"):
+        trained(data=more, folder=tmp_path / "run", resume=True)
+
+
 def test_a_secure_run_resumes_with_the_planned_number_of_releases(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(noise="secure", folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
@@ -611,7 +631,7 @@ def test_the_report_says_epsilon_delta_method_and_what_to_cite() -> None:
     for expected in (
         f"({run.epsilon:.4g}, 0.001)-differentially private",
         "psac(clip_norm=0.3",
-        "6 releases",
+        "6 steps",
         "add or remove one sample",
         "Poisson",
         "expected batch 10",

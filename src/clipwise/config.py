@@ -35,6 +35,11 @@ class Output:
 
     json: bool = option("print the result as JSON on standard output", False, group="output", kept=False)
 
+    @property
+    def spoken(self) -> frozenset[str]:
+        """The settings that ``made`` was given, also where they are the default; none where it did not make these."""
+        return vars(self).get("_spoken", frozenset())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Output):
@@ -317,7 +322,9 @@ def made(settings: type[C], *layers: Mapping[str, Any]) -> C:
             raise InputError(
                 f"{flag(each.name)} is missing ({each.metadata['help']}): write {flag(each.name)} {example}"
             )
-    return settings(**values)
+    found = settings(**values)
+    vars(found)["_spoken"] = frozenset(values)  # no field: it is not part of what the settings are
+    return found
 
 
 def one_given(config: Output, first: str, second: str, example: str) -> None:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from clipwise import self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.data import RowDataset
@@ -27,13 +28,14 @@ from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, batch_size, per_sample, trainable, widest, written
-from clipwise.records.checks import alone_as_together, modes, refuse_modules, restored, self_test
+from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable, widest, written
+from clipwise.records.checks import modes, refuse_modules, restored, unmoved
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import chunks, poisson, units
+from clipwise.self_test import stacked
 from clipwise.step import Observed, fed_back, private_sum, zeros
 from clipwise.types import (
     Batch,
@@ -151,6 +153,7 @@ class Private:
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
+        self._used = str(method)
         self._first, self._stepping, self._earlier = str(method), False, earlier
         self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
         _guard(optimizer, self)
@@ -162,6 +165,12 @@ class Private:
 
     @method.setter
     def method(self, method: Method) -> None:
+        before = str(self._method)
+        self._follow(method)
+        if str(method) != before:  # exchanged by the user: the statement names all that were used
+            self._used = f"{self._used}; from step {self._taken}: {method}" if self._taken else str(method)
+
+    def _follow(self, method: Method) -> None:
         if dice_plan(method, self.expected_batch, len(self.data)) != self.dice or method.recall != self._method.recall:
             raise Refused(
                 f"private state has one bound for a whole run: expected the method {self._method}, or one with the "
@@ -249,7 +258,7 @@ class Private:
         self.ledger.record(released.event)  # before anything uses what was released
         # At once: whatever fails below, no later step may draw from this one's group in the same block.
         self._hidden, self._taken = following, self._taken + 1
-        self.method = method.next(released, units)
+        self._follow(method.next(released, units))
         TRAINED[self.model] = self.ledger
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
         filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
@@ -306,9 +315,10 @@ class Private:
             expected_batch=self.expected_batch,
             noise_multiplier=self.noise_multiplier,
             generator=self._stream.name,
-            method=self._first,
+            method=self._used,
             self_tested=self._self_tested,
             fallbacks=self.fallbacks,
+            earlier=self._earlier,
             weights=", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainable(self.model).values()})),
         )
 
@@ -332,7 +342,8 @@ class Private:
         device = next(iter(trainable(self.model).values())).device  # checkpoints are read to the CPU
         state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
         hidden = mapped(hidden, lambda t: t.to(device))
-        self._taken, self.method, self._state = step, method, state
+        self._taken, self._state = step, state
+        self._follow(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
@@ -379,32 +390,46 @@ class Private:
         if self._self_tested and mode not in self._tested:
             with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
                 for phase in {phase.probe: phase for phase in self.method.phases}.values():
-                    _self_test(self, phase, self._plain.loss)
+                    self_test.passes(self, phase, self._plain.loss)
             self._tested.add(mode)
 
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
-        few = torch.arange(min(32, len(self.data)))
-        rows, method = self.rows(few), self.method
-        device = next(tensors(rows)).device
+        method, device = self.method, next(iter(trainable(self.model).values())).device
         if device.type != "cuda":
             return
-        fit = largest_chunk(
-            lambda some: method.gradients(self.engine(torch.arange(batch_size(some)), 0), some),
-            rows,
-            most=math.ceil(self.expected_batch + 4 * math.sqrt(self.expected_batch)),
-            # every past iterate's records are kept beside the others; there are none yet to measure
-            room=free_bytes(device) // (1 + method.past),
-        )
+        with unmoved(self.model):
+            fit = largest_chunk(
+                lambda some: method.gradients(self.engine(torch.arange(batch_size(some)), 0), some),
+                self.rows(torch.arange(min(32, len(self.data)))),
+                most=self._most,
+                # every past iterate's records are kept beside the others; there are none yet to measure
+                room=free_bytes(device) // (1 + method.past),
+            )
         self._chunk = fit * method.rows
+
+    @property
+    def _most(self) -> int:
+        """Samples in nearly every batch, at most."""
+        return math.ceil(self.expected_batch + 4 * math.sqrt(self.expected_batch))
+
+    def largest(self, method: Method) -> int:
+        """The most samples that will go through the model together, by this phase of the method."""
+        return min(self._most, max(1, self._chunk // method.rows))
 
     def rows(self, piece: Tensor) -> Batch:
         """The data of these samples, on the model's device."""
+        with stacked():
+            rows = self.data.rows(piece)
+        return self.placed(rows, len(piece))
+
+    def placed(self, rows: Batch, samples: int) -> Batch:
+        """These rows on the model's device, if they are one for each sample."""
         device = next(iter(trainable(self.model).values())).device
-        rows = mapped(self.data.rows(piece), lambda t: t.to(device))
-        if batch_size(rows) != len(piece):
+        rows = mapped(rows, lambda t: t.to(device))
+        if batch_size(rows) != samples:
             raise Refused(
-                f"expected one row per sample, got {batch_size(rows)} rows for {len(piece)} samples: a sample "
+                f"expected one row per sample, got {batch_size(rows)} rows for {samples} samples: a sample "
                 "in several rows has that many times the sensitivity; give each sample one row"
             )
         return rows
@@ -490,28 +515,3 @@ def _totals(ledger: Ledger) -> Counter[Event]:
     for event, count in ledger.entries:
         totals[event] += count
     return totals
-
-
-def _self_test(private: Private, method: Method, loss: Loss) -> None:
-    """The self-test, on the rows that the method gives the model: with views or public companions, say."""
-    # far apart: neighbours may be alike, and then changing one into another would change nothing
-    few = torch.linspace(0, len(private.data) - 1, min(4, len(private.data)), dtype=torch.float64).round().long()
-    seen: list[Batch] = []
-
-    def look(rows: Batch) -> SampleGradients:
-        seen.append(rows)
-        return per_sample(private.model, loss, rows)
-
-    rows, again = private.rows(few), private.rows(few)
-    # as before the first step: then methods that look elsewhere later on look at θ, where the model itself is tested
-    private.probed(replace(private.engine(few, 0), fast=look, past=(), released=None), rows, method)
-    self_test(private.model, loss, next(iter(seen), rows))
-    # where reading draws at random (a transform, say), a sample read alone would be another
-    steady = all(map(torch.equal, tensors(rows), tensors(again)))
-
-    def probed(places: Tensor) -> SampleGradients:
-        samples = few[places]
-        own = private.rows(samples) if steady else mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)
-        return private.probed(replace(private.engine(samples, 0), fast=None), own, method)
-
-    alone_as_together(private.model, probed, len(few))

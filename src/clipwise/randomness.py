@@ -234,8 +234,8 @@ class SecureStream(_ChaCha20):
 
     Where secret + noise is rounded to float32 one draw is enough. A pair is one of some 2¹⁰⁶: a radius and an angle, in
     float64. Two results in float32 are one of some 2⁵⁰, so that 2⁵⁶ pairs lead to them from any secret whatever; where
-    a result is 2⁻ʲ of the noise's size, which is so with a probability of 2⁻ʲ, 2ʲ times fewer. With 64 bits a radius
-    beyond 7 would be one of few enough to be told apart, so it has 95: |z| < 11.6.
+    a result is 2⁻ʲ of the noise's size, which is so with a probability of 2⁻ʲ, 2ʲ times fewer. With 64 bits, radii
+    beyond 8 would be further apart than float32 can tell, once in 2⁴⁶; with 95 those beyond 10.4 are: |z| < 11.6.
     """
 
     name = "chacha20"

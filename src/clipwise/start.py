@@ -29,11 +29,11 @@ from clipwise.methods import Method
 from clipwise.postprocess import Post, identity
 from clipwise.private import TRAINED, Private, cross_entropy, dice_plan
 from clipwise.randomness import SecureStream, SeededStream, Stream
-from clipwise.records import Loss, batch_size, trainable
-from clipwise.records.capture import check_losses
-from clipwise.records.checks import refuse_modules, restored
+from clipwise.records import Loss, trainable
+from clipwise.records.checks import losses_of, refuse_modules, restored
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
+from clipwise.self_test import stacked
 from clipwise.types import (
     Batch,
     Event,
@@ -93,6 +93,7 @@ def make_private(
             "for instance clipwise.cross_entropy"
         )
     # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
+    _refuse_compiled(model)
     refuse_modules(model)
     _refuse_ranks(model)
     parameters = trainable(model)
@@ -175,9 +176,9 @@ def make_private(
         earlier=earlier,
     )
     private.ledger.extend(added)
-    private.test_mode()
     if chunk == "auto" or (chunk is None and not compile):
-        private.fit_chunk()
+        private.fit_chunk()  # before the self-test, which looks at as many samples as a chunk holds
+    private.test_mode()
     return private
 
 
@@ -230,6 +231,23 @@ def _seed(noise: str | int) -> int:
     return int(noise)
 
 
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model whose layers cannot be followed, since it was compiled by others."""
+    for name, module in model.named_modules():
+        place = name or "the model"
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise InputError(
+                f"expected the model itself, got one of which torch.compile made another ({place}): its per-sample "
+                "gradients cannot be followed; pass the model that was compiled, and write make_private(…, "
+                "compile=True)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"expected a model in Python, got TorchScript ({place}), whose layers cannot be followed; pass the "
+                "model that was scripted or traced"
+            )
+
+
 def _refuse_ranks(model: nn.Module) -> None:
     """Refuse several processes: each would draw noise of its own, and a ledger would count its own releases alone."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -277,10 +295,11 @@ def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
 def _try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
     """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated."""
     own = next(iter(trainable(model).values()))
-    with restored(model), torch.no_grad():
-        rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
+    with restored(model), torch.enable_grad():  # as in training
+        with stacked():
+            rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
         try:
-            check_losses(loss(model, rows), batch_size(rows))
+            losses_of(model, loss, rows)
         except RuntimeError as error:
             other = next((t.dtype for t in tensors(rows) if t.is_floating_point()), own.dtype)
             if other == own.dtype or "type" not in str(error):

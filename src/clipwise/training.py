@@ -119,25 +119,26 @@ def train(
     loop = _Loop(private, chosen, plan, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
-    else:
-        loop.look()
-        loop.checkpoint()  # whatever stops the run from now on, it can be resumed
-    try:
-        for batch in private.batches():
-            private.step(batch)
-            loop.after_step()
-            done = private.steps_taken
-            if monitor is not None and (monitor.due(done) or done == private.steps):
-                loop.look()
-            if done % every == 0 or done == private.steps:
-                loop.measure()
-                loop.checkpoint()
-            if progress is not None:
-                progress(private, loop.latest)
-    except BaseException:
-        loop.checkpoint()
-        raise
-    return loop.finish()
+    with private.ledger:  # a run that is stopped lets go of its file too
+        if not resume:
+            loop.look()
+            loop.checkpoint()  # whatever stops the run from now on, it can be resumed
+        try:
+            for batch in private.batches():
+                private.step(batch)
+                loop.after_step()
+                done = private.steps_taken
+                if monitor is not None and (monitor.due(done) or done == private.steps):
+                    loop.look()
+                if done % every == 0 or done == private.steps:
+                    loop.measure()
+                    loop.checkpoint()
+                if progress is not None:
+                    progress(private, loop.latest)
+        except BaseException:
+            loop.checkpoint()
+            raise
+        return loop.finish()
 
 
 @dataclass
@@ -224,7 +225,13 @@ class _Loop:
 
     def restore(self) -> None:
         assert self.folder is not None
-        state = self.folder.checkpoint()
+        state, private = self.folder.checkpoint(), self.private
+        if (rate := state["plan"]["sampling_rate"]) != private.sampling_rate:  # it changes the noise too, so first
+            batch, now = private.expected_batch, len(private.data)
+            raise InputError(
+                f"the run began with {batch / rate:.0f} samples for a batch of {batch:g}, got {now}: another number of "
+                "samples has another sampling rate, and so another noise; resume with the same data and batch"
+            )
         for name, was in state["plan"].items():
             if self.private.plan[name] != was:
                 raise InputError(f"{name} must be the {was} that the run began with, got {self.private.plan[name]}")
@@ -257,7 +264,6 @@ class _Loop:
             self.folder.write(STATEMENT_TEXT, statement.text())
             for name in (CHECKPOINT, HIDDEN):
                 (self.folder.path / name).unlink(missing_ok=True)
-            self.private.ledger.close()
         if self.board is not None:
             self.board.close()
         place = None if self.folder is None else self.folder.path

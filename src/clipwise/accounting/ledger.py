@@ -90,15 +90,12 @@ class Ledger:
 
     def as_dict(self) -> dict[str, Any]:
         """The ledger as plain values, for a run's statement: entries in their order, totals whatever their order."""
-        totals: Counter[Event] = Counter()
-        for event, count in self._runs:
-            totals[event] += count
         return {
             "relation": RELATION,
             "releases": self.releases,
             "discretisation": discretisation(self._runs),
-            "entries": [{**_fields(event), "count": count} for event, count in self._runs],
-            "totals": [{**_fields(event), "count": count} for event, count in totals.items()],
+            "entries": listed(self._runs),
+            "totals": listed(totals(self._runs).items()),
         }
 
     def close(self) -> None:
@@ -195,6 +192,19 @@ class Ledger:
             self._repair = rest + b"\n"
             self._count(event)
         self._size = len(content)
+
+
+def totals(entries: Iterable[tuple[Event, int]]) -> Counter[Event]:
+    """How often each event is there, whatever the order."""
+    found: Counter[Event] = Counter()
+    for event, count in entries:
+        found[event] += count
+    return found
+
+
+def listed(entries: Iterable[tuple[Event, int]]) -> list[dict[str, Any]]:
+    """Entries as plain values: the kind, its numbers and the count."""
+    return [{**_fields(event), "count": count} for event, count in entries]
 
 
 def _likely(previous: Event | None) -> list[Event]:

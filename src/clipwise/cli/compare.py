@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import new_folder, resolved, run_one, short, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, short, splits_for, use_threads
 from clipwise.cli.screen import Bar, rendered
-from clipwise.config import CompareConfig, TrainConfig
+from clipwise.config import CompareConfig, TrainConfig, Training
 from clipwise.report import epsilon_together, own, read, written
 from clipwise.report.answer import ranking
 from clipwise.report.answer import rows as numbers
@@ -92,12 +92,13 @@ def run(config: CompareConfig) -> str:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
         return json.dumps(values, indent=None if config.json_lines else 2) + "\n"
-    return "" if config.quiet else _table(rows, ranking(numbers(runs)), together, config.delta, len(splits.test), page)
+    samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
+    return "" if config.quiet else _table(rows, ranking(numbers(runs)), together, config.delta, samples, page)
 
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``."""
-    shared = {name: value for name, value in vars(config).items() if name not in ("methods", "folder")}
+    shared = {each.name: getattr(config, each.name) for each in fields(Training) if each.name != "folder"}
     method, at, rate = text.partition("@")
     plan = TrainConfig(**shared, method=method.strip())
     if not at:
@@ -108,7 +109,7 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
         raise InputError(f"expected METHOD @ LEARNING RATE, got {text!r}: write for instance flat @ 0.5") from None
 
 
-def _table(rows: list[Compared], ranked: str, together: float, delta: float, evaluated: int, page: Path) -> str:
+def _table(rows: list[Compared], ranked: str, together: float, delta: float, samples: str, page: Path) -> str:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", vertical="bottom")
     for name in ("accuracy", "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
@@ -134,7 +135,7 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, eva
         "final model and averaged over the run; clipped: share of samples shortened at the final model.",
         "Each run had gradients of its own, so own bias does not rank the methods.",
         *([ranked] if ranked else []),
-        f"One run each, measured on {evaluated} samples: small differences are chance; repeat it to see how large.",
+        f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
         f"{NOTE} That is {together:.3f}.",
     )
     return f"{shown}Runs written to {page.parent}\nOpen {page} in a browser: which method is less biased, and why.\n"

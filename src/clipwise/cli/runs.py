@@ -278,6 +278,11 @@ def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
 
 def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | None, Splits]:
     """The network before training, on its device; its public inputs, and the data without them."""
+    if splits.task == "classes" and splits.classes < 2:
+        raise InputError(
+            f"y must hold labels of at least two classes, got the label 0 alone in {config.data}: add the others, or "
+            "write '?task=regression' for numbers"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(whole("seed", config.seed, least=0))
         vocabulary = config.vocabulary or splits.vocabulary
@@ -299,6 +304,11 @@ def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]
         )
     inputs, _ = splits.test.rows(torch.arange(config.public))
     return inputs, replace(splits, test=splits.test.take(torch.arange(config.public, len(splits.test))))
+
+
+def evaluated(config: TrainConfig, splits: Splits) -> int:
+    """How many samples measure a run: none that it takes as public."""
+    return len(_public(config, splits)[1].test)
 
 
 def _device(name: str) -> torch.device:

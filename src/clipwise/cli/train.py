@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
 from clipwise.cli.screen import Bar, quality, rendered
-from clipwise.config import TrainConfig, flag, made
+from clipwise.config import TrainConfig, flag
 from clipwise.report.folder import refuse_used
+from clipwise.report.statement import counted
 from clipwise.training import Run
 from clipwise.types import InputError
 
@@ -46,17 +47,18 @@ def run(config: TrainConfig) -> str:
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return json.dumps(_values(config, finished, time.monotonic() - start), indent=indent) + "\n"
-    return "" if config.quiet else _summary(finished, len(splits.test), time.monotonic() - start)
+    return "" if config.quiet else _summary(finished, evaluated(config, splits), time.monotonic() - start)
 
 
 def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
     """The settings of the run, with what this call says about how and where; anything else would make it another."""
-    free = [each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"]
-    spoken = {name: getattr(config, name) for name in free}
-    for name, value in vars(config).items():
-        if value != getattr(made(TrainConfig, spoken), name):
-            raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value}: leave it out")
-    return replace(settings_of(folder), **spoken)
+    begun = settings_of(folder)
+    free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
+    for name in sorted(config.spoken - free):
+        value, was = getattr(config, name), folder if name == "folder" else getattr(begun, name)
+        if value != was and not (name == "method" and str(methods.parse(value)) == was):
+            raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value} for {was}: leave it out")
+    return replace(begun, **{name: getattr(config, name) for name in free})
 
 
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:
@@ -70,15 +72,15 @@ def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, obj
     }
 
 
-def _summary(finished: Run, evaluated: int, seconds: float) -> str:
+def _summary(finished: Run, samples: int, seconds: float) -> str:
     stated, last = finished.statement, finished.metrics[-1]
     seeded = "" if stated.generator == "chacha20" else ": for tests, anyone with the seed can subtract it"
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))
     name, value = quality(last)
-    table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {evaluated} evaluation samples")
-    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {stated.releases} releases")
+    table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {samples} evaluation samples")
+    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}")
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")
     return f"{rendered(table)}written to  {finished.folder}\n"

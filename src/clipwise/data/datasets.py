@@ -32,6 +32,7 @@ from clipwise.types import Batch, InputError, Refused
 Collate = Callable[[list[Any]], Batch]
 Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
+COLUMNS = 8  # in a list of more tensors each is more likely a sample
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
 
@@ -165,14 +166,30 @@ def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:
     if isinstance(data, (Subset, ConcatDataset)):
         _refuse_repeats(data)
     if collate is None and type(data) is TensorDataset:  # a subclass may read its samples in another way
+        _refuse_samples(data.tensors)
         return Arrays(data.tensors)
     if isinstance(data, (Tensor, np.ndarray, tuple, list, Mapping)):
         if collate is not None:
             raise InputError("collate must be left out where data are tensors: their rows are read directly")
+        _refuse_samples(data)
         return Arrays(data)
     if isinstance(data, (str, bytes)) or not hasattr(data, "__getitem__"):
         raise InputError(f"data must be {_ACCEPTED}, got {type(data).__name__}: write data=(x, y)")
     return Samples(data, collate)
+
+
+def _refuse_samples(data: Any) -> None:
+    """Refuse a list of samples, which would be read as columns, so that ε would protect a position in all of them."""
+    arrays = (Tensor, np.ndarray)
+    if type(data) not in (list, tuple) or not all(isinstance(each, arrays) and each.ndim for each in data):
+        return  # named columns, or what is refused elsewhere
+    rows, columns = min(map(len, data), default=0), len(data)
+    # a tuple says more surely that it holds columns
+    if rows and columns > (min if isinstance(data, list) else max)(COLUMNS, rows):
+        raise Refused(
+            f"data must be a few columns with one row per sample, got a {type(data).__name__} of {columns} tensors of "
+            f"{rows} rows: if each is a sample, write data=torch.stack(list), or (torch.stack(inputs), labels)"
+        )
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -73,6 +73,12 @@ def _hint(source: Source, given: str) -> str:
         scheme = "csv" if kind == "tsv" else kind
         named = f"{scheme}:{given}" if "?" in given else f"{scheme}:{given}{_LABEL.get(scheme, '')}"
         return f"data must be named with its scheme: write {shlex.quote(named)}"
+    if Path(file).expanduser().is_dir():
+        folders = ", ".join(_form(name) for name in sorted(SETS) if SETS[name].path == "DIR")
+        return (
+            f"it is a folder, and these are read from folders: {folders}; pictures of your own become one file by "
+            "numpy.savez(path, x=bytes[n, channel, height, width], y=labels[n]), written npz:PATH"
+        )
     close = difflib.get_close_matches(source.name, SETS, n=1)  # of the names alone: a path is not like DIR
     if close:
         return f"did you mean {_form(close[0])!r}?"
@@ -152,10 +158,11 @@ def _read(path: Path) -> dict[str, NDArray[np.generic]]:
         with file:
             return {key: file[key] for key in file}
     except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = " ".join(str(error).split())
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if "allow_pickle" in reason:  # an advice of NumPy's that would run whatever code the file holds
+            reason = "an array of Python objects" if zipfile.is_zipfile(path) else "no npz file, whatever its name"
         raise InputError(
-            f"{path} must be a readable file of numeric arrays, got {type(error).__name__}: {reason}; "
-            "write it with numpy.savez(path, x=x, y=y)"
+            f"{path} must be a readable file of numeric arrays, got {reason}; write it with numpy.savez(path, x=x, y=y)"
         ) from error
 
 

@@ -16,7 +16,7 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -32,7 +32,16 @@ from clipwise.data.splits import Splits, divided
 from clipwise.data.text import sizes, tokenised
 from clipwise.types import InputError, nearest, whole
 
-Table: TypeAlias = "dict[str, list[Any]]"  # column → its cells, one per row
+
+class Cells(list[Any]):
+    """A column's cells, one per row, and the line of the file that each row ends in."""
+
+    def __init__(self, cells: Iterable[Any], lines: Sequence[int]) -> None:
+        super().__init__(cells)
+        self.lines = lines
+
+
+Table: TypeAlias = "dict[str, Cells]"  # by the column's name
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "space": " "}
 
 # ---------------------------------------------------------------------------------------------------- what columns mean
@@ -46,7 +55,7 @@ class Range:
     high: float
     log: bool = False
 
-    def __call__(self, name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
+    def __call__(self, name: str, cells: Cells) -> NDArray[np.float64]:
         """[n, 1]."""
         values = np.array([self.low, self.high, *np.clip(_numbers(name, cells), self.low, self.high)])
         values = np.log1p(values) if self.log else values
@@ -60,7 +69,7 @@ class Values:
 
     names: tuple[str, ...]
 
-    def __call__(self, name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
+    def __call__(self, name: str, cells: Cells) -> NDArray[np.float64]:
         """[n, number of values]."""
         places = {value: place for place, value in enumerate(self.names)}
         return _one_hot([places.get(_word(cell), -1) for cell in cells], len(self.names))
@@ -72,7 +81,7 @@ class Buckets:
 
     count: int
 
-    def __call__(self, name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
+    def __call__(self, name: str, cells: Cells) -> NDArray[np.float64]:
         """[n, count]."""
         return _one_hot([zlib.crc32(_word(cell).encode()) % self.count for cell in cells], self.count)
 
@@ -81,7 +90,7 @@ class Buckets:
 class AsIs:
     """A number of which nothing is said: sign(v) · log(1 + |v|), the same for all data."""
 
-    def __call__(self, name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
+    def __call__(self, name: str, cells: Cells) -> NDArray[np.float64]:
         """[n, 1]."""
         values = _numbers(name, cells)[:, None]
         return np.asarray(np.sign(values) * np.log1p(np.abs(values)))
@@ -156,25 +165,32 @@ def _csv(path: Path, text: str, names: Sequence[str], separator: str, *, quoted:
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, skipinitialspace=True)
     rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if cells]
-    if not names:
+    given = bool(names)
+    if not given:
         names, rows = (rows[0][1] if rows else []), rows[1:]
     if not rows:
         raise InputError(
             f"{path} must have a line of names and rows below it, got no rows: write names=… if it has none"
         )
+    values = not given and _like_values(names)
     if len(set(names)) < len(names):
-        raise InputError(f"{path} must have a different name for each column, got {', '.join(names)}: write names=…")
+        got = _HEADLESS if values else f"got {', '.join(names)}: write names=…"
+        raise InputError(f"{path} must have a different name for each column, {got}")
     for line, cells in rows:
         if len(cells) != len(names):
+            which = "of its first line" if values else _shown(names)
             raise InputError(
-                f"{path} must have the {len(names)} columns {_shown(names)} in each row, got {len(cells)} in line "
+                f"{path} must have the {len(names)} columns {which} in each row, got {len(cells)} in line "
                 f"{line}: mend it, or write separator=… or names=…"
             )
-    return dict(zip(names, map(list, zip(*(cells for _, cells in rows), strict=True)), strict=True))
+    numbers = [line for line, _ in rows]
+    columns = zip(*(cells for _, cells in rows), strict=True)
+    return {name: Cells(column, numbers) for name, column in zip(names, columns, strict=True)}
 
 
 def _jsonl(path: Path) -> Table:
     table: Table = {}
+    lines: list[int] = []
     for line, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not text.strip():
             continue
@@ -189,8 +205,9 @@ def _jsonl(path: Path) -> Table:
             raise InputError(
                 f"{path} must have one JSON object {expected}per line, got another in line {line}: mend it"
             )
+        lines.append(line)
         for key, value in row.items():
-            table.setdefault(key, []).append(value)
+            table.setdefault(key, Cells([], lines)).append(value)
     if not table:
         raise InputError(f"{path} must have one JSON object per line, got no rows: add some")
     return table
@@ -201,6 +218,8 @@ def _jsonl(path: Path) -> Table:
 
 def _encoded(source: Source, tables: Sequence[Table]) -> Splits:
     if "label" not in source.options:
+        if _headless(source, tables[0]):
+            raise InputError(f"{source.name} needs to know the label's column: {_HEADLESS}")
         raise InputError(
             f"{source.name} needs to know the label's column, one of {_shown(tables[0])}: write "
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
@@ -260,10 +279,11 @@ def _refuse_words(source: Source, cells: Table, columns: Mapping[str, Meaning]) 
     words = [name for name, said in columns.items() if said == AsIs() and not any(map(_is_number, cells[name]))]
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
+        first = cells[words[0]]
         line = source.written(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
         raise InputError(
-            f"the column {words[0]} must hold numbers, got {_word(cells[words[0]][0])!r} in row 0: write {line} for 16 "
-            f"buckets of its values, or there '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"
+            f"the column {words[0]} must hold numbers, got {_word(first[0])!r} in line {first.lines[0]}: write {line} "
+            f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"
         )
 
 
@@ -274,37 +294,39 @@ def _is_number(cell: Any) -> bool:
         return False
 
 
-def _labels(name: str, label: Range | Values, cells: Sequence[Any]) -> Tensor:
+def _labels(name: str, label: Range | Values, cells: Cells) -> Tensor:
     """[n]: places in the list of classes, or numbers in [−1, 1]."""
     if isinstance(label, Range):
         return torch.from_numpy(label(name, cells)[:, 0].astype(np.float32))
     places = {value: place for place, value in enumerate(label.names)}
-    for row, cell in enumerate(cells):
+    for line, cell in zip(cells.lines, cells, strict=True):
         if _word(cell) not in places:
             raise InputError(
-                f"the label {name} must be one of {', '.join(label.names)}, got {_word(cell)!r} in row {row}: name it "
-                f"too, 'label={name}:{'|'.join(label.names)}|…', or remove the row"
+                f"the label {name} must be one of {', '.join(label.names)}, got {_word(cell)!r} in line {line}: name "
+                f"it too, 'label={name}:{'|'.join(label.names)}|…', or remove the row"
             )
     return torch.tensor([places[_word(cell)] for cell in cells])
 
 
-def _column(source: Source, table: Mapping[str, list[Any]], column: str) -> list[Any]:
+def _column(source: Source, table: Table, column: str) -> Cells:
     if column not in table:
         other = next((sign for sign in ";\t|" if len(table) == 1 and sign in next(iter(table))), None)
         word = next((word for word, sign in _SEPARATORS.items() if sign == other), None)
+        if _headless(source, table) and not word:
+            raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
         hint = f"write separator={word}" if word else nearest(column, table)
         raise InputError(f"{source.name} has no column {column!r}: {hint}")
     return table[column]
 
 
-def _numbers(name: str, cells: Sequence[Any]) -> NDArray[np.float64]:
+def _numbers(name: str, cells: Cells) -> NDArray[np.float64]:
     """[n]; a cell that is no finite number is an error, since a guess for it would have to come from other rows."""
     values = np.empty(len(cells))
     for row, cell in enumerate(cells):
         if not _is_number(cell):
             raise InputError(
-                f"the column {name} must hold numbers, got {_word(cell)!r} in row {row}: fill or remove the row, say "
-                f"'{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
+                f"the column {name} must hold numbers, got {_word(cell)!r} in line {cells.lines[row]}: fill or "
+                f"remove it, say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
             )
         values[row] = float(cell)
     return values
@@ -325,6 +347,19 @@ def _whole(name: str, text: str) -> int:
         return whole(f"buckets of {name}", int(text))
     except ValueError:
         raise InputError(f"the buckets of {name} must be a whole number, got {text!r}: write {name}:#16") from None
+
+
+# What is in a line without names may be private: it is not printed.
+_HEADLESS = "the first line seems to hold values, not names; write names=a,b,… (one for each column), then label=a:…"
+
+
+def _headless(source: Source, table: Table) -> bool:
+    return source.name == "csv" and "names" not in source.options and _like_values(table)
+
+
+def _like_values(names: Iterable[str]) -> bool:
+    """Whether there is a number among them, also where they were not separated."""
+    return any(_is_number(piece) for name in names for piece in re.split("[;\t|]", name))
 
 
 def _shown(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -388,7 +423,7 @@ KNOWN = {
         "native-country:#16",
         f"'Adult', {_UCI}",
         # the C4.5 format: a line with | is a comment, a dot ends a row
-        mend=lambda text: re.sub(r"^\|.*\n|\.$", "", text, flags=re.MULTILINE),
+        mend=lambda text: re.sub(r"^\|.*$|\.$", "", text, flags=re.MULTILINE),
     ),
 }
 

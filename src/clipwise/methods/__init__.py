@@ -66,6 +66,9 @@ def called(text: str, known: Mapping[str, Callable[..., Any]], kind: str, exampl
 
 
 def _made(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]], kind: str) -> Any:
+    sign = node.operand if isinstance(node, ast.UnaryOp) else node
+    if isinstance(sign, ast.Name) and sign.id.lower() in ("inf", "infinity", "nan"):
+        raise InputError(f"in the {kind} {text!r}: a number must be finite, got {ast.unparse(node)}")
     if isinstance(node, ast.Name):
         return names[one_of(kind, node.id, names)]()
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -16,18 +16,22 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from clipwise.records import oracle
-from clipwise.records.capture import Capture, Loss, batch_size, trainable
-from clipwise.records.gradients import SampleGradients
+from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
+from clipwise.records.chance import generators, kept, seeded, still
+from clipwise.records.gradients import SampleGradients, written
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
-from clipwise.records.tf32 import forbidden
+from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, InputError, Refused
 
-AGREES, HALF_AGREES = 1e-3, 5e-2  # how far norms and sums may be from the oracle's, of their size
+AGREES, HALF_AGREES = 1e-3, 5e-2  # how far apart two ways to compute norms, sums or losses may be, of their size
 AT_MOST, HALF_AT_MOST = 5e-2, 0.3  # the same where the network itself blows rounding up
 ROUNDING, HALF_ROUNDING = 1e-5, 2.0**-9  # of each weight: what fast float32 convolutions lose, and what bfloat16 does
-MODEL_MIXES = "the model may use the batch size or mix samples; check with clipwise.oracle.per_sample"
+SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
+MODEL_MIXES = (
+    "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function); check "
+    "with clipwise.oracle.per_sample"
+)
 READING_MIXES = (
     "whatever reads the samples (collate, a data set's rows) or takes their gradients (the method's probe) may mix "
     "them; make a sample's row and gradient of that sample alone"
@@ -52,20 +56,21 @@ def refuse_modules(model: nn.Module) -> None:
 
 
 def self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
-    """Check on a few samples that samples do not touch each other, and that norms and sums are the oracle's.
+    """Check on a few samples that they do not touch each other, and that norms and sums are those of each alone.
 
     Guarantees: the model is left as it was, its random generators included. Edge cases: products are in float32 while
     it looks, not in TF32; where the model itself computes in half precision the two ways agree only so far.
     """
     refuse_modules(model)
-    with forbidden():
+    with forbidden(), restored(model):
         _self_test(model, loss, batch)
 
 
 def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if batch_size(batch) == 1:
         batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
-    with restored(model):
+    _repeatable(model, loss, batch)
+    with unmoved(model):
         gradients = Capture(model, loss)(batch)
         if gradients.unused:
             raise InputError(
@@ -74,28 +79,69 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
             )
         _independent(model, loss, batch)
     _unremembered(model, loss, batch)
-    with restored(model):
-        model.eval()  # with dropout a batch and its samples one by one are different draws
+    with unmoved(model), still(model):
+        if draws(model, loss, batch):  # otherwise as it is trained
+            model.eval()
         capture = Capture(model, loss)
-        fast, slow = capture(batch), oracle.per_sample(model, loss, batch)
-        for_norms, for_sums = _tolerances(model, fast, lambda: capture(batch))
+
+        def together() -> SampleGradients:
+            with unmoved(model):
+                return capture(batch)
+
+        fast, slow = together(), _one_by_one(model, loss, batch)
+        for_norms, for_sums = _tolerances(model, fast, together)
         _agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
         _agree("sums", _joint(fast, weights), _joint(slow, weights), for_sums, MODEL_MIXES)
+
+
+def draws(model: nn.Module, loss: Loss, batch: Batch) -> bool:
+    """Whether a pass draws at random, dropout aside: then a batch and its samples one by one are different draws."""
+    with unmoved(model), still(model):
+        before = generators()
+        loss(model, batch)
+        return generators() != before
+
+
+def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
+    """The gradients of batches of one sample each, by autograd alone: nothing of what they are compared with.
+
+    Without cuDNN, whose recurrent layers have a gradient only in training mode.
+    """
+    parameters, found = trainable(model), list[list[Tensor]]()
+    for i in range(batch_size(batch)):
+        with unmoved(model), without_cudnn(), torch.enable_grad():
+            losses = loss(model, mapped(batch, lambda t: t[i : i + 1] if t.dim() else t))  # noqa: B023
+            check_losses(losses, 1)
+            own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
+        pairs = zip(own, parameters.values(), strict=True)
+        found.append([torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs])
+    each = (torch.stack(rows) for rows in zip(*found, strict=True))
+    return written(dict(zip(parameters, each, strict=True)), parameters)
 
 
 def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
     """Refuse a method or data in which a sample's gradient depends on who else was read with it.
 
     ``gradients(places)`` of all of so many samples together must be those of each alone. The model is left as it was.
-    Edge cases: dropout is off, since its draws follow a row's place.
+    Edge cases: dropout is held still, since its draws follow a row's place; a model that draws in another way is in
+    eval mode.
     """
-    with restored(model), forbidden():
-        model.eval()
+
+    def own(places: Tensor) -> tuple[SampleGradients, bool]:
+        with unmoved(model):  # each from the same buffers: a spectral norm moves its own
+            before = generators()
+            return gradients(places), generators() != before
+
+    with restored(model), still(model), forbidden():
         places = torch.arange(samples)
-        together, each = gradients(places), [gradients(place) for place in places.split(1)]
+        together, drew = own(places)
+        if drew:
+            model.eval()
+            together, _ = own(places)
+        each = [own(place)[0] for place in places.split(1)]
         weights = torch.linspace(0.5, 1.5, samples, device=together.norms().device)
-        for_norms, for_sums = _tolerances(model, together, lambda: gradients(places))
+        for_norms, for_sums = _tolerances(model, together, lambda: own(places)[0])
         _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
         parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
@@ -117,23 +163,31 @@ def _tolerances(model: nn.Module, here: SampleGradients, again: Callable[[], Sam
     Some networks blow rounding up (many of a ReLU's inputs are at its kink), so that no two ways agree closely. How
     much this one does is seen by moving its weights by as much as rounding would.
     """
-    half = _in_half(here)
-    least, most, rounding = (HALF_AGREES, HALF_AT_MOST, HALF_ROUNDING) if half else (AGREES, AT_MOST, ROUNDING)
-    generator = torch.Generator("cpu").manual_seed(0)
-    kept = {name: p.detach().clone() for name, p in trainable(model).items()}
-    try:
-        with torch.no_grad():
-            for p in trainable(model).values():
-                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
+    half = in_half(here)
+    with moved_weights(model, half):
         there = again()
-    finally:
-        with torch.no_grad():
-            for name, p in trainable(model).items():
-                p.copy_(kept[name])
     weights = torch.ones(here.samples, device=here.norms().device)
     moved = ((here.norms(), there.norms()), (_joint(here, weights), _joint(there, weights)))
     norms, sums = (_apart(before.double(), after.double()) for before, after in moved)
-    return min(most, max(least, 2 * norms)), min(most, max(least, 2 * sums))
+    return limits(norms, half), limits(sums, half)
+
+
+@contextmanager
+def moved_weights(model: nn.Module, half: bool) -> Iterator[None]:
+    """The model with weights that differ by as much as rounding would make them."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    rounding = HALF_ROUNDING if half else ROUNDING
+    with _put_back(model, dict(model.named_parameters())):
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
+        yield
+
+
+def limits(moved: float, half: bool) -> float:
+    """How far two ways to compute one thing may be apart, where moved weights moved it so far."""
+    least, most = (HALF_AGREES, HALF_AT_MOST) if half else (AGREES, AT_MOST)
+    return min(most, max(least, 2 * moved)) if math.isfinite(moved) else least
 
 
 def _apart(before: Tensor, after: Tensor) -> float:
@@ -153,35 +207,66 @@ def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) ->
         )
 
 
+def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Refuse what gives one batch other losses the second time: nothing else could be compared."""
+    rows = mapped(batch, torch.clone)
+    if torch.allclose(_losses(model, loss, rows), _losses(model, loss, rows), rtol=1e-4, atol=1e-6, equal_nan=True):
+        return
+    if not all(map(torch.equal, tensors(rows), tensors(batch))):
+        raise Refused(
+            "the loss or the model writes into its batch, so that a second pass sees another one: work on a copy, such "
+            "as x = 2 * x for x.mul_(2)"
+        )
+    raise Refused(
+        "the loss or the model gives the same batch other losses the second time, with every generator at the same "
+        "seed: it keeps something of the batches that it saw, or draws from a generator of its own; keep nothing, and "
+        "draw without generator=…"
+    )
+
+
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
     last, first = mapped(batch, _last_changed), mapped(batch, _first_changed)
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
-    before, *after = (_losses(model, loss, b) for b in (batch, last, first, batch))
-    for changed, losses, same in zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True):
-        if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise Refused(
-                f"{_culprit(model, loss, batch, changed, same)} mixes the samples of a batch: changing one sample "
-                "changed another's loss; replace it by a module that treats samples one by one (nn.GroupNorm, "
-                "nn.LayerNorm)"
-            )
+    for seed in range(SEEDS if draws(model, loss, batch) else 1):
+        before, *after = (_losses(model, loss, b, seed) for b in (batch, last, first, batch))
+        kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
+        for changed, losses, same in kinds:
+            if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+                raise Refused(
+                    f"{culprit(model, loss, (batch, same), (changed, same), seed)} mixes the samples of a batch: "
+                    "changing one sample changed another's loss; replace it by a module that treats samples one by "
+                    "one (nn.GroupNorm, nn.LayerNorm)"
+                )
 
 
 def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Buffers and parameters after different batches: what differs holds private data without noise."""
-    kept: list[dict[str, Tensor]] = []
-    for data in (batch, mapped(batch, _last_changed), mapped(batch, _first_changed)):
-        with restored(model), torch.no_grad():
-            torch.manual_seed(0)
+    fewer = mapped(batch, lambda t: t[:-1] if t.dim() else t)
+    after: list[dict[str, Tensor]] = []
+    for data in (batch, mapped(batch, _last_changed), mapped(batch, _first_changed), fewer):
+        with restored(model), torch.enable_grad():
+            seeded(0)
             loss(model, data)
-            kept.append({name: value.clone() for name, value in _held(model).items()})
-    for name, value in kept[0].items():
-        if not all(torch.equal(value, other[name]) for other in kept[1:]):
+            after.append(held(model))
+    for other in after[1 : 3 if draws(model, loss, batch) else None]:  # fewer rows are other draws
+        refuse_remembered(model, after[0], other)
+
+
+def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Refuse buffers and parameters that are not the same after two batches."""
+    for name, value in one.items():
+        if not torch.equal(value, other[name]):
             kind = "buffer" if name in dict(model.named_buffers()) else "parameter"
             raise Refused(
-                f"the {kind} {name} is computed from the batch, so it would keep private data without noise; "
-                "compute it from public data beforehand, or call .eval() on its module"
+                f"the {kind} {name} is computed from the batch, its values or its size, so it would keep private data "
+                "without noise; compute it from public data beforehand, or call .eval() on its module"
             )
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all that a forward pass could write to."""
+    return {name: value.detach().clone() for name, value in _held(model).items()}
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
@@ -208,42 +293,75 @@ def _changed(rows: Tensor, place: int, by: int) -> Tensor:
     return other
 
 
-def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
-    # buffers too: a spectral norm takes one step of its iteration in every forward pass
-    with restored(model), torch.no_grad():
-        torch.manual_seed(0)
-        return loss(model, batch).detach()
+@contextmanager
+def _no_backward() -> Iterator[None]:
+    backward = torch.autograd.backward
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Refused(
+            "the loss or the model calls backward(), which leaves gradients without noise on whatever it trains; give "
+            "the losses alone: private.step computes their gradients, and another model is trained in a run of its "
+            "own, or on public data"
+        )
+
+    torch.autograd.backward = refuse  # which Tensor.backward calls too
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
 
 
-def _culprit(model: nn.Module, loss: Loss, batch: Batch, changed: Batch, same: slice) -> str:
-    """The first module, innermost first, whose output for the unchanged samples moved."""
-    rows = batch_size(batch)
+def losses_of(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    """One value per sample, or an error; a loss that trains something itself is refused."""
+    with _no_backward():
+        values = loss(model, batch)
+    check_losses(values, batch_size(batch))
+    return values
+
+
+def _losses(model: nn.Module, loss: Loss, batch: Batch, seed: int = 0) -> Tensor:
+    with unmoved(model), torch.enable_grad():  # as in training
+        seeded(seed)
+        return losses_of(model, loss, batch).detach()
+
+
+Some = tuple[Batch, Any]  # rows, and the index of those to look at
+
+
+def culprit(model: nn.Module, loss: Loss, one: Some, other: Some, seed: int = 0, tolerance: float = 1e-4) -> str:
+    """The first module, innermost first, whose output for the samples that two batches share differs."""
     seen: list[list[tuple[str, Tensor]]] = [[], []]
 
-    def watch(name: str, into: list[tuple[str, Tensor]]) -> Any:
+    def watch(name: str, rows: int, index: Any, into: list[tuple[str, Tensor]]) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            into.extend(
-                (f"{name or 'the model'} ({type(module).__name__})", t.detach())
-                for t in tensors(output)
-                if t.dim() and t.shape[0] == rows and t.is_floating_point()
-            )
+            place = f"{name or 'the model'} ({type(module).__name__})"
+            for who, given in ((f"what is computed before {place}", inputs), (place, output)):
+                into.extend(
+                    (who, t.detach()[index])
+                    for t in tensors(given)
+                    if t.dim() and t.shape[0] == rows and t.is_floating_point()
+                )
 
         return hook
 
-    for into, data in zip(seen, (batch, changed), strict=True):
-        handles = [m.register_forward_hook(watch(name, into)) for name, m in model.named_modules()]
+    for into, (rows, index) in zip(seen, (one, other), strict=True):
+        size = batch_size(rows)
+        handles = [m.register_forward_hook(watch(name, size, index, into)) for name, m in model.named_modules()]
         try:
-            _losses(model, loss, data)
+            _losses(model, loss, rows, seed)
         finally:
             for handle in handles:
                 handle.remove()
     for (name, first), (_, second) in zip(*seen, strict=False):
-        if not torch.allclose(first[same], second[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+        if first.shape != second.shape:
+            return "the loss or the model"
+        least = tolerance * float(first.detach().abs().nan_to_num(0.0, 0.0, 0.0).mean()) / 100 + 1e-6
+        if not torch.allclose(first, second, rtol=tolerance, atol=least, equal_nan=True):
             return name
     return "the loss"
 
 
-def _in_half(gradients: SampleGradients) -> bool:
+def in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
     held = [vars(record) for records in gradients.records.values() for record in records]
     return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
@@ -252,15 +370,30 @@ def _in_half(gradients: SampleGradients) -> bool:
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Training flags, buffers, parameters and random generators as they were."""
+    with _put_back(model, dict(model.named_parameters())), unmoved(model):
+        yield
+
+
+@contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """The same without the parameters, for the passes in between: a spectral norm, say, moves its buffers in each."""
     flags = [(module, module.training) for module in model.modules()]
-    kept = {name: value.detach().clone() for name, value in _held(model).items()}
-    devices = {p.device for p in trainable(model).values() if p.is_cuda}
     try:
-        with torch.random.fork_rng(devices=devices):
+        devices = {p.device for p in trainable(model).values() if p.is_cuda}
+        with kept(devices), _put_back(model, dict(model.named_buffers())):
             yield
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def _put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    before = {name: value.detach().clone() for name, value in values.items()}
+    try:
+        yield
+    finally:
         with torch.no_grad():
-            for name, value in _held(model).items():
-                value.copy_(kept[name])
+            for name, value in _held(model).items():  # now: a module may have put another tensor into its place
+                if name in before:
+                    value.copy_(before[name])

@@ -155,7 +155,7 @@ class SampleGradients:
             records = self.records.get(name, ())
             alone = records[0] if len(records) == 1 and self.like[name].numel() <= SMALL else None
             if isinstance(alone, Dense) and alone.value.is_cuda:
-                small[name] = wide(alone.value).reshape(self.samples, -1)
+                small[name] = wide(alone.value).reshape(self.samples, self.like[name].numel())
         return small if len({value.dtype for value in small.values()}) == 1 else {}
 
     def materialise(self) -> Gradient:
@@ -189,13 +189,15 @@ class SampleGradients:
         parts += sq_norms([record for records in own for record in records])
         if not parts:
             return self._zeros()
-        squares = torch.stack([part.to(self._dtype) for part in parts]).sum(0)
+        # in float64: what adding many parts rounds away would be left where a tied weight's records cancel
+        squares = torch.stack([part.double() for part in parts]).sum(0)
         tied = max(map(len, own), default=0)
         if tied > 1:  # ‖Σ u‖² = Σ ‖u‖² + 2 Σ ⟨u, v⟩; what may cancel is rounded like (Σ ‖u‖)² ≤ tied · Σ ‖u‖²
-            crossed = [2 * cross(u, v) for records in own for i, u in enumerate(records) for v in records[:i]]
-            more = 4 * torch.finfo(self._dtype).eps * tied
-            squares = (1 + more) * squares + torch.stack([part.to(self._dtype) for part in crossed]).sum(0)
-        return squares.clamp(min=0)
+            crossed = [cross(u, v) for records in own for i, u in enumerate(records) for v in records[:i]]
+            more = 4 * tied * max(torch.finfo(part.dtype).eps for part in (*parts, *crossed))
+            # doubled after the cast: a product that overflows then meets a sum that does not
+            squares = (1 + more) * squares + 2 * torch.stack([part.double() for part in crossed]).sum(0)
+        return squares.to(self._dtype).clamp(min=0)
 
     def _own(self, name: str) -> tuple[Record, ...]:
         """A parameter's records as norms and sums take them."""

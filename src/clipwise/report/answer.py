@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from clipwise.report.figures import fair
-from clipwise.report.runs import Recorded, own
+from clipwise.report.runs import Recorded, comparable, own
 
+APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
@@ -25,6 +26,7 @@ class Row:
 
     name: str
     method: str
+    rival: bool  # whether all runs had the same data and task, so that they can be ranked
     epsilon: float
     delta: float
     releases: int
@@ -53,11 +55,12 @@ class Row:
 
 def rows(runs: Sequence[Recorded]) -> list[Row]:
     """The runs in numbers."""
-    same, clipped = fair(runs, "direction_error"), fair(runs, "clipped")
+    same, clipped, rival = fair(runs, "direction_error"), fair(runs, "clipped"), comparable(runs)
     return [
         Row(
             name=run.name,
             method=run.statement["method"],
+            rival=rival,
             epsilon=run.statement["epsilon"],
             delta=run.statement["delta"],
             releases=run.statement["releases"],
@@ -82,6 +85,8 @@ def answer(found: Sequence[Row]) -> list[str]:
     """The answer, its reason, and what it leaves open."""
     if len(found) == 1:
         return _single(found[0])
+    if not all(row.rival for row in found):
+        return [APART, *(sentence for row in found for sentence in _single(row)[:1])]
     shared = [row for row in found if row.same_bias is not None]
     measured = shared if len(shared) > 1 else [row for row in found if row.bias is not None]
 

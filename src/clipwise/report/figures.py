@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from clipwise import methods
-from clipwise.report.runs import Recorded, Values, own
+from clipwise.report.runs import Recorded, Values, comparable, own
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,10 @@ def same_gradients(runs: Sequence[Recorded]) -> Figure | None:
 def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
     """A number of each run's method over the looks of all runs, its mean; None unless all looks have it.
 
-    A method that changes as it trains has none: how it would have changed in another run, nobody knows.
+    A method that changes as it trains has none: how it would have changed in another run, nobody knows. Neither has
+    one of several on different data: which of them would be asked about whose?
     """
-    looks = [look for run in runs for look in run.looks]
+    looks = [look for run in runs for look in run.looks] if comparable(runs) else []
     found: dict[str, float | None] = {}
     for run in runs:
         seen = [look["methods"].get(run.statement["method"]) for look in looks]

@@ -22,7 +22,8 @@ from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import Recorded, epsilon_together
+from clipwise.report.runs import Recorded, comparable, epsilon_together
+from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
 
@@ -160,11 +161,11 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
 
 
 def _table(found: Sequence[Row]) -> str:
-    columns = _columns(found)
+    columns, ranked = _columns(found), len(found) > 1 and all(row.rival for row in found)
     best = {
         column.title: column.best(v for row in found if (v := column.value(row)) is not None and math.isfinite(v))
         for column in columns
-        if column.best is not None and len(found) > 1 and any(_finite(column.value(row)) for row in found)
+        if column.best is not None and ranked and any(_finite(column.value(row)) for row in found)
     }
     heads = "<th scope=col aria-sort=none><button type=button>method</button></th>" + "".join(
         f"<th scope=col aria-sort=none class=num><button type=button>{escape(c.title)}</button>"
@@ -189,7 +190,8 @@ def _table(found: Sequence[Row]) -> str:
         )
     return (
         "<section><h2>The runs in numbers</h2>"
-        "<p class=sub>Choose a column’s title to sort by it; bold is the best of its column. "
+        "<p class=sub>Choose a column’s title to sort by it"
+        + ("; bold is the best of its column. " if ranked else ". ")
         + (MEANS if any(row.bias is not None for row in found) else "")
         + "".join(
             f" No look sees the {row.unseen} of {escape(row.name)}, so its bias is shown without."
@@ -239,7 +241,7 @@ def _privacy(runs: Sequence[Recorded]) -> str:
         said.append(
             f'<details id="run-{number}"{" open" if len(runs) == 1 else ""}><summary>{_swatch(number)}'
             f"{escape(run.name)}: ε = {stated['epsilon']:.3f}, δ = {stated['delta']:g}, "
-            f"{stated['releases']} releases</summary>"
+            f"{counted(stated)}</summary>"
             f"<pre tabindex=0>{escape(run.stated.strip() or json.dumps(dict(stated), indent=1))}</pre>"
             f"<p class=sub>From {escape(str(run.path))}</p>{_audit(run)}</details>"
         )
@@ -290,7 +292,7 @@ def _title(runs: Sequence[Recorded]) -> str:
     where = f" on {_last(places[0])}" if len(places) == 1 else ""
     if len(runs) == 1:
         return f"A private run with {runs[0].name}{where}"
-    if not all(run.looks for run in runs):
+    if not all(run.looks for run in runs) or not comparable(runs):
         return f"{len(runs)} private runs{where}"
     what = "clipping methods" if len({run.method.name for run in runs}) == len(runs) else "runs"
     return f"Which of {len(runs)} {what} bends the gradient least{where}?"
@@ -308,8 +310,9 @@ def _setting(runs: Sequence[Recorded]) -> str:
         values = {(run.settings or {}).get(name) for run in runs}
         if len(values) == 1 and None not in values:
             said.append(str(values.pop()))
+    if len(counts := {counted(run.statement) for run in runs}) == 1:
+        said += counts
     for name, text in (
-        ("releases", "{} releases"),
         ("expected_batch", "{:g} samples a step expected"),
         ("delta", "δ = {:g}"),
     ):

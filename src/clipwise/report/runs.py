@@ -40,7 +40,7 @@ class Recorded:
     @property
     def method(self) -> Method:
         """The method that it began with."""
-        return methods.parse(self.statement["method"])
+        return methods.parse(self.statement["method"].partition("; from step ")[0])
 
     @property
     def last(self) -> Values:
@@ -75,6 +75,11 @@ def read(paths: Iterable[str | Path]) -> list[Recorded]:
 def own(look: Values) -> Values:
     """What the run's own method did in a look: it stands first."""
     return next(iter(look["methods"].values()))
+
+
+def comparable(runs: Sequence[Recorded]) -> bool:
+    """Whether the runs had the same data and task: nothing of other data ranks them."""
+    return len({(run.data, "error" in run.last) for run in runs}) == 1
 
 
 def epsilon_together(runs: Sequence[Recorded]) -> float:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import platform
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 from clipwise.accounting import Ledger
-from clipwise.types import BlockGaussian, Gaussian, MemoryGaussian
+from clipwise.accounting.ledger import listed, totals
+from clipwise.types import BlockGaussian, Event, MemoryGaussian
 
 
 @dataclass(frozen=True)
@@ -27,34 +29,36 @@ class Statement:
     sampling: str
     sampling_rate: float
     expected_batch: float
-    releases: int
+    releases: int  # all that are in ε: this run's steps and what was spent before
+    steps: int
     noise_multiplier: float
-    discretisation: float
+    discretisation: float | None  # of the accountant's grid, where it has one
     generator: str
     method: str
     self_tested: bool
     fallbacks: tuple[str, ...]
-    also_released: tuple[str, ...]  # what was released of the training data beside the steps, and is in ε
-    entries: tuple[dict[str, Any], ...]  # every kind of release with its count
+    entries: tuple[dict[str, Any], ...]  # every kind of step with its count
+    spent_before: tuple[dict[str, Any], ...]  # the same of what was released before this run, and is in ε
     refused: tuple[str, ...]
     excluded: tuple[str, ...]
     versions: dict[str, str]
     weights: str = "float32"  # the format of the trained parameters
 
     @classmethod
-    def of(cls, ledger: Ledger, **known: Any) -> Statement:
-        """The statement for everything in the ledger."""
-        record = ledger.as_dict()
-        events = dict.fromkeys(event for event, _ in ledger.entries)
-        blocks, memory = (any(isinstance(e, kind) for e in events) for kind in (BlockGaussian, MemoryGaussian))
+    def of(cls, ledger: Ledger, *, earlier: Iterable[tuple[Event, int]] = (), **known: Any) -> Statement:
+        """The statement for everything in the ledger; ``earlier`` is what it held before the run's first step."""
+        record, before = ledger.as_dict(), totals(earlier)
+        own = totals(ledger.entries) - before
+        blocks, memory = (any(isinstance(e, kind) for e in own) for kind in (BlockGaussian, MemoryGaussian))
         return cls(
             epsilon=ledger.epsilon(known["delta"], known["accountant"]),
             relation=record["relation"],
             sampling=GROUPED if blocks else REMEMBERED if memory else "Poisson",
             releases=record["releases"],
-            discretisation=record["discretisation"],
-            also_released=tuple(e.what for e in events if isinstance(e, Gaussian)),
-            entries=tuple(record["totals"]),
+            steps=own.total(),
+            discretisation=record["discretisation"] if known["accountant"] == "pld" else None,
+            entries=tuple(listed(own.items())),
+            spent_before=tuple(listed(before.items())),
             refused=REFUSED,
             excluded=EXCLUDED,
             versions=versions(),
@@ -68,26 +72,52 @@ class Statement:
     def text(self) -> str:
         """A few lines for people."""
         seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
-        releases = "1 release" if self.releases == 1 else f"{self.releases} releases"
+        grid = "" if self.discretisation is None else f", grid {self.discretisation:g}"
         tested = "passed" if self.self_tested else "turned off"
         rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
         wide = set(self.weights.split(", ")) <= {"float32", "float64"}
         rounded = [] if wide else [f"  weights      {self.weights}: small updates round away"]
+        plain = [each["event"] for each in self.entries] in ([], ["poisson_gaussian"])  # the lines above say it all
+        steps = [] if plain else [f"  steps        {'; '.join(map(_said, self.entries))}"]
+        before = "; ".join(map(_said, self.spent_before)) or "nothing: the steps are all that was released"
         lines = [
             f"({self.epsilon:.4g}, {self.delta:g})-differentially private: {self.relation} of the training data.",
-            f"  accountant   {self.accountant}, grid {self.discretisation:g}, {releases}",
+            f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
+            *steps,
             f"  method       {self.method}",
             *rounded,
             f"  self-test    {tested}",
             f"  by vmap      {', '.join(self.fallbacks) or 'nothing'}",
-            f"  also in ε    {'; '.join(self.also_released) or 'nothing: the steps are all that was released'}",
+            f"  also in ε    {before}",
             f"  refused      {'; '.join(self.refused)}",
             f"  not covered  {'; '.join(self.excluded)}",
             f"  versions     {', '.join(f'{name} {version}' for name, version in self.versions.items())}",
         ]
         return "".join(f"{_wrapped(line)}\n" for line in lines)
+
+
+def counted(stated: Mapping[str, Any]) -> str:
+    """How many releases a statement's values speak of: this run's steps, and apart from them what was spent before."""
+    steps = stated.get("steps", stated["releases"])
+    before = stated["releases"] - steps
+    return _many(steps, "step") + (f", and {_many(before, 'release')} spent before" if before else "")
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _said(entry: Mapping[str, Any]) -> str:
+    """One kind of release, with all that its cost is made of."""
+    kind = {
+        "gaussian": "{what}, of all samples",
+        "poisson_gaussian": "Poisson, rate {sampling_rate:.6g}",
+        "memory_gaussian": "Poisson, rate {sampling_rate:.6g}, with hidden memory {memory:.6g}",
+        "block_gaussian": "a block begun, rate {sampling_rate:.6g}" if entry.get("begins") else "within a block",
+    }[entry["event"]]
+    return f"{entry['count']} × {kind.format(**entry)}, multiplier {entry['noise_multiplier']:.6g}"
 
 
 def _wrapped(line: str) -> str:

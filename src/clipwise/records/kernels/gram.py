@@ -19,6 +19,7 @@ from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_rando
 HALF = (torch.bfloat16, torch.float16)
 EVEN = 8  # features in half precision that a GPU reads at once, 16 bytes
 SLACK = 4 * torch.finfo(torch.float32).eps
+MOST_PAIRS = 1 << 14  # tiles of a sample whose sums one program adds up
 
 
 def gram_sq_norm(a: Tensor, b: Tensor) -> Tensor:
@@ -131,8 +132,11 @@ def added_up(products: Tensor, lengths: Tensor) -> Tensor:
     samples, pairs = products.shape
     if pairs == 1:  # the program has finished it
         return products[:, 0]
+    if pairs > MOST_PAIRS:  # more than one program of the kernel below holds
+        products, lengths = products.sum(1), lengths.sum(1)
+        return torch.where(products < 0, 0.0, products) + SLACK * lengths.square()
     out = torch.empty(samples, dtype=torch.float32, device=products.device)
-    _add_up_kernel[(samples,)](products, lengths, out, pairs=pairs, block=power(pairs, 16, 1 << 20), slack=SLACK)
+    _add_up_kernel[(samples,)](products, lengths, out, pairs=pairs, block=power(pairs, 16, MOST_PAIRS), slack=SLACK)
     return out
 
 

@@ -75,3 +75,12 @@ def flat(tensor: Tensor) -> Tensor:
 def units(tensor: Tensor, size: int) -> Tensor:
     """[sample, position, …] → [unit, size · position, …]."""
     return tensor.reshape(tensor.shape[0] // size, size * tensor.shape[1], *tensor.shape[2:])
+
+
+def rounding(a: Tensor, b: Tensor, times: int = 1) -> Tensor:
+    """What rounding may hide of ‖Σ_s b_s a_sᵀ‖², where norm and sum are computed one after the other. [sample].
+
+    Where positions cancel, it is relative to (Σ_s ‖a_s‖‖b_s‖)², at most ``times`` ‖a‖²‖b‖².
+    """
+    one, other = (flat(wide(t)).square().sum(1) for t in (a, b))
+    return 4 * torch.finfo(one.dtype).eps * times * one * other

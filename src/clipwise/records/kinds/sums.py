@@ -59,7 +59,7 @@ def sq_norms(records: Sequence[Record]) -> list[Tensor]:
             one = torch.ones_like(squares[0])
             scales = torch.stack([record.scale if isinstance(record := records[i], Halved) else one for i in places])
             squares = squares * scales * scales
-        parts.append(squares.sum(0))
+        parts.append(squares.double().sum(0).to(squares.dtype))
     return parts
 
 

@@ -1,0 +1,80 @@
+"""What a pass draws at random: all generators seeded, looked at and put back, and dropout held still.
+
+Receives: a seed, or a model.
+Gives: seeded, generators (their states, to compare), kept (a context that puts them back), and still (a context in
+which dropout lets everything through, so that a batch and its samples one by one can be compared in training mode).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = frozenset(
+    (
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+        *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout),
+    )
+)
+_ATTENTION_DROPOUT = 4  # its place among the arguments of scaled_dot_product_attention
+
+
+def seeded(seed: int) -> None:
+    """Python's, NumPy's and torch's generators at this seed."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of these generators: what they are equal before and after drew nothing from them."""
+    kind, words, *rest = np.random.get_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
+    return random.getstate(), kind, np.asarray(words).tobytes(), *rest, *states
+
+
+@contextmanager
+def kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """The generators as they were, afterwards."""
+    own, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(of_numpy)
+
+
+class _Still(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            place = _ATTENTION_DROPOUT
+            args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
+            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """Torch's dropout, as a module, a function or a layer's option, lets everything through; modes stay as they are."""
+    options = [(m, m.dropout) for m in model.modules() if isinstance(m, (nn.RNNBase, nn.MultiheadAttention))]
+    for module, _ in options:
+        module.dropout = 0.0
+    try:
+        with _Still():
+            yield
+    finally:
+        for module, dropout in options:
+            module.dropout = dropout

@@ -1,0 +1,355 @@
+"""Before the first step, and whenever the model's mode changes: what training computes is made of single samples.
+
+Receives: a private run that has everything but its first step.
+Gives: passes, which says nothing, or an error that names what is wrong and what to write;
+stacked, in which samples are read.
+
+Four samples are looked at closely (``records.checks``). Then as many as a step may have, at places drawn afresh, are
+read and computed together, and once more in pieces, each read by itself: losses, gradients and buffers must agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.data import Samples
+from clipwise.methods import Method
+from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
+from clipwise.records.chance import generators, seeded, still
+from clipwise.records.checks import (
+    alone_as_together,
+    culprit,
+    in_half,
+    limits,
+    losses_of,
+    moved_weights,
+    refuse_remembered,
+    restored,
+    self_test,
+    unmoved,
+)
+from clipwise.records.tape import mapped, tensors
+from clipwise.records.tf32 import forbidden, without_cudnn
+from clipwise.types import Batch, InputError, Refused
+
+if TYPE_CHECKING:
+    from clipwise.private import Private
+
+FEW = 4  # samples that are looked at closely
+LOOKS = 2  # at a whole step's samples, each time others
+READ = 64  # samples on which it is seen whether reading draws at random
+SEEDS = 8  # for what draws at random, at the size of a step
+TINY = 1e-3  # losses of this size and below are compared as if they were of it: rounding is of the outputs' size
+
+
+def passes(private: Private, method: Method, loss: Loss) -> None:
+    """Test the model with the rows that the method gives it: with views or public companions, say."""
+    samples = len(private.data)
+    # far apart: neighbours may be alike, and then changing one into another would change nothing
+    few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64).round().long()
+    capture = Capture(private.model, loss)
+    draw = torch.Generator()
+    draw.seed()  # other places each time
+
+    def drawn(count: int) -> Tensor:
+        return torch.randperm(samples, generator=draw)[:count].sort().values
+
+    size = min(samples, private.largest(method))
+    reading = _reading(private, drawn(max(size, READ)))
+    rows, each = _read(private, few, torch.arange(len(few)).split(1), reading)
+    shown = _shown(private, method, few, rows)
+    self_test(private.model, loss, shown)
+
+    def probed(places: Tensor) -> SampleGradients:
+        own = each[int(places)] if len(places) == 1 else rows
+        return private.probed(replace(private.engine(few[places], 0), fast=None, capture=capture), own, method)
+
+    alone_as_together(private.model, probed, len(few))
+    half, look = in_half(capture(shown)), 0
+    while look < LOOKS and size > 1:
+        order = torch.randperm(size, generator=draw)
+        try:
+            _look(private, method, loss, drawn(size), order, reading, half=half, backward=look == 0)
+            look += 1
+        except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
+            size //= 2
+
+
+# ── as many samples as a step has, together and in pieces ───────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What one pass over some rows gives."""
+
+    losses: Tensor
+    gradient: Sequence[Tensor]  # of the weighted sum of the losses, where it was asked for
+    buffers: dict[str, Tensor]  # afterwards
+    drew: bool  # at random, dropout aside
+
+
+def _look(
+    private: Private,
+    method: Method,
+    loss: Loss,
+    places: Tensor,
+    order: Tensor,
+    reading: Reading,
+    *,
+    half: bool,
+    backward: bool,
+) -> None:
+    """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
+    samples, model = len(places), private.model
+    # unequal, and one sample alone: what depends on how many there are differs too
+    pieces = [piece.sort().values for piece in order.tensor_split([1, 1 + (samples - 1) // 3]) if len(piece)]
+    rows, parts = _read(private, places, pieces, reading)
+    whole = _shown(private, method, places, rows)
+    each = [_shown(private, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
+    count = batch_size(whole) // samples  # rows of each sample, which follow each other
+    everything = torch.arange(count * samples)
+    inside = [(count * piece[:, None] + torch.arange(count)).flatten() for piece in pieces]
+    weights = torch.linspace(0.5, 1.5, count * samples)[torch.randperm(count * samples)]
+
+    def computed(some: Batch, index: Tensor) -> _Pass:
+        return _computed(private, loss, some, weights[index] if backward else None)
+
+    def furthest(found: Tensor, index: Tensor) -> float:
+        size = together.losses[together.losses.isfinite()].square().mean().sqrt() + TINY
+        return _furthest(found, together.losses[index.to(found.device)], size, half)
+
+    with restored(model), forbidden():
+        together = computed(whole, everything)
+        if together.drew:
+            _refuse_mixing(private, loss, whole, count, order[: samples // 2])
+            model.eval()
+            together = computed(whole, everything)
+        with moved_weights(model, half):
+            near = computed(whole, everything)
+        tolerance = limits(furthest(near.losses, everything), half)
+        left, size = list(together.gradient), 1e-12
+        for part, index in zip(each, inside, strict=True):
+            found = computed(part, index)
+            apart = furthest(found.losses, index)
+            if apart > tolerance:
+                with still(model):
+                    name = culprit(model, loss, (whole, index), (part, slice(None)), tolerance=tolerance)
+                raise Refused(
+                    f"{name} treats a sample differently among {len(everything)} rows than among {len(index)} of them: "
+                    f"its loss moves by {apart:.1e} of the losses' size, expected at most {tolerance:.0e}; compute "
+                    "each sample's loss from that sample alone: no statistics, shares, ranks or counts of the batch, "
+                    "and where collate pads, a mask"
+                )
+            if [t.shape[1:] for t in tensors(part)] == [t.shape[1:] for t in tensors(whole)]:
+                refuse_remembered(model, together.buffers, found.buffers)
+            left, size = _less(left, found.gradient), size + _length(found.gradient)
+        apart, moved = _length(left) / size, _length(_less(near.gradient, together.gradient)) / size
+        if apart > (tolerance := limits(moved, half)):  # not where it is no number: a sample is not finite
+            raise Refused(
+                f"the backward pass treats samples differently among {len(everything)} rows than in pieces of them: "
+                f"the gradient moves by {apart:.1e} of its size, expected at most {tolerance:.0e}; let no hook and no "
+                "autograd function of your own use more than one sample's gradient"
+            )
+
+
+def _computed(private: Private, loss: Loss, rows: Batch, weights: Tensor | None) -> _Pass:
+    model, parameters = private.model, list(trainable(private.model).values())
+    # cuDNN's recurrent layers have a gradient only in training mode
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    with unmoved(model), still(model), without_cudnn() if recurrent else nullcontext(), torch.enable_grad():
+        seeded(0)
+        before = generators()
+        losses = losses_of(model, loss, mapped(rows, torch.clone))
+        drew = generators() != before
+        gradient: Sequence[Tensor] = ()
+        if weights is not None:
+            summed = (losses * weights.to(losses)).sum()
+            gradient = torch.autograd.grad(summed, parameters, allow_unused=True, materialize_grads=True)
+        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        return _Pass(losses.detach().double(), [g.to_dense() for g in gradient], buffers, drew)
+
+
+def _furthest(found: Tensor, expected: Tensor, scale: Tensor, half: bool) -> float:
+    """The largest difference between losses, of their size."""
+    both = found.isfinite() & expected.isfinite()
+    if not half and not torch.equal(found.isfinite(), expected.isfinite()):
+        return math.inf  # in half precision a loss may just overflow
+    return float(((found - expected).abs() / (expected.abs() + scale))[both].amax()) if bool(both.any()) else 0.0
+
+
+def _less(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+    return [a - b for a, b in zip(one, other, strict=True)]
+
+
+def _length(gradient: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradient))
+
+
+def _refuse_mixing(private: Private, loss: Loss, rows: Batch, count: int, some: Tensor) -> None:
+    """For a model that draws at random: other values for half of the samples, the same draws for the others."""
+    index = (count * some[:, None] + torch.arange(count)).flatten()
+    changed = mapped(rows, lambda t: _exchanged(t, index.to(t.device)))
+    others = torch.ones(batch_size(rows), dtype=torch.bool)
+    others[index] = False
+    for seed in range(SEEDS):
+        (before, drawn), (after, drawn_then) = (_drawn(private, loss, b, seed) for b in (rows, changed))
+        same = others.to(before.device)
+        # where the draws follow the values they cannot be compared
+        if drawn == drawn_then and not torch.allclose(before[same], after[same], 1e-4, 1e-6, equal_nan=True):
+            name = culprit(private.model, loss, (rows, others), (changed, others), seed)
+            raise Refused(
+                f"{name} mixes the samples of a batch: changing some samples changed others' losses; leave out what "
+                "mixes them at random (mixup, cutmix, a shuffled batch), or mix each with public samples"
+            )
+
+
+def _drawn(private: Private, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor, Any]:
+    with unmoved(private.model), torch.enable_grad():
+        seeded(seed)
+        return losses_of(private.model, loss, mapped(rows, torch.clone)).detach(), generators()
+
+
+def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
+    if not rows.dim():
+        return rows
+    other = rows.clone()
+    other[index] = rows.roll(1, 0)[index] + (1 if rows.is_floating_point() else 0)
+    return other
+
+
+# ── what the model is shown, and how it is read ─────────────────────────────────────────────────────────────────────
+
+
+class _Seen(Exception):
+    """Carries the rows that a method gave the model first."""
+
+
+def _shown(private: Private, method: Method, samples: Tensor, rows: Batch) -> Batch:
+    """The rows that the method gives the model for these samples; as they are where it never looks at θ itself."""
+
+    def look(shown: Batch) -> SampleGradients:
+        raise _Seen(shown)
+
+    # as before the first step: then methods that look elsewhere later on look at θ, where the model itself is tested
+    here = replace(private.engine(samples, 0), fast=look, past=(), released=None)
+    try:
+        private.probed(here, rows, method)
+    except _Seen as seen:
+        return seen.args[0]
+    return rows
+
+
+@contextmanager
+def stacked() -> Iterator[None]:
+    """Where samples are read: those that cannot be stacked are an error that says what to write."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        raise InputError(
+            "the samples have different shapes, so they cannot be stacked; write collate=a function that makes one "
+            "batch of a list of samples, with torch.nn.utils.rnn.pad_sequence for instance, and let the model mask the "
+            "padding"
+        ) from error
+
+
+# how samples can be read in pieces as they are read together: again, collated again from one reading, or not at all
+Reading = Literal["again", "collated", "cut"]
+
+
+def _reading(private: Private, samples: Tensor) -> Reading:
+    """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
+    data, everything = private.data, torch.arange(len(samples))
+    if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
+        same, drew = _twice(lambda: private.rows(samples))
+        if same and not drew:
+            return "again"
+    if isinstance(data, Samples):  # its samples may be drawn at random; then only collate sees several
+        items = [data.dataset[index] for index in samples.tolist()]
+        same, drew = _twice(lambda: _collated(private, items, everything))
+        if same and not drew:
+            return "collated"
+        if same:
+            _refuse_mixing_collate(lambda of: _collated(private, of, everything), items)
+    return "cut"
+
+
+def _read(private: Private, places: Tensor, pieces: Sequence[Tensor], reading: Reading) -> tuple[Batch, list[Batch]]:
+    """The samples together and in pieces."""
+    data = private.data
+    if reading == "collated" and isinstance(data, Samples):
+        items = [data.dataset[index] for index in places.tolist()]
+        whole = _collated(private, items, torch.arange(len(places)))
+        return whole, [_collated(private, items, piece) for piece in pieces]
+    whole = private.rows(places)
+    if reading == "again":
+        return whole, [private.rows(places[piece]) for piece in pieces]
+    return whole, [_cut(whole, piece) for piece in pieces]
+
+
+def _collated(private: Private, items: list[Any], some: Tensor) -> Batch:
+    """One batch of copies of these samples, since a collate function may take them apart."""
+    assert isinstance(private.data, Samples)
+    with stacked():
+        rows = private.data.collate(copy.deepcopy([items[i] for i in some.tolist()]))
+    return private.placed(rows, len(some))
+
+
+def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:
+    """Whether what is read is the same at the same seed, and whether it was drawn at random."""
+    seeded(0)
+    before = generators()
+    one = read()
+    drew = generators() != before
+    seeded(0)
+    return _same(one, read()), drew
+
+
+def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[Any]) -> None:
+    """For a collate function that draws at random: other samples in the places of half of them, the same draws."""
+    some, others = torch.randperm(len(items)).tensor_split(2)
+    changed, alike = list(items), dict[Any, list[int]]()
+    for place in some.tolist():  # a sample of another length may shift all that is drawn
+        alike.setdefault(_form(items[place]), []).append(place)
+    for group in alike.values():
+        for place, source in zip(group, [*group[1:], group[0]], strict=True):
+            changed[place] = items[source]
+    for seed in range(SEEDS):
+        seeded(seed)
+        before, drawn = collated(items), generators()
+        seeded(seed)
+        after, drawn_then = collated(changed), generators()
+        if drawn == drawn_then and not _same(_cut(before, others), _cut(after, others)):
+            raise Refused(
+                "collate mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
+                "of one sample alone, without mixup or statistics of the batch"
+            )
+
+
+def _form(item: Any) -> Any:
+    """What two samples have in common that are read alike: types, shapes and lengths."""
+    if hasattr(item, "shape"):
+        return type(item), tuple(item.shape)
+    if isinstance(item, dict):
+        return tuple((key, _form(value)) for key, value in item.items())
+    if isinstance(item, (list, tuple)):
+        return type(item), tuple(map(_form, item))
+    return type(item), len(item) if hasattr(item, "__len__") else None
+
+
+def _same(one: Batch, other: Batch) -> bool:
+    pairs = zip(tensors(one), tensors(other), strict=True)
+    return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-6, equal_nan=True) for a, b in pairs)
+
+
+def _cut(rows: Batch, places: Tensor) -> Batch:
+    return mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)
