@@ -755,7 +755,7 @@ def test_sums_and_norms_of_half_precision_records_are_float32(kind: str, dtype: 
 
 
 class Tied(nn.Module):
-    """A table that is also an output layer: a logit less a row's product with the same numbers, and others beside it."""
+    """A table that is also an output layer: a logit less a row's product with the same numbers; and others beside."""
 
     def __init__(self, others: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.outer import Outer
-from clipwise.records.kinds.record import masked, rounding, shaped, wide
+from clipwise.records.kinds.record import masked, raised, shaped, wide
 from clipwise.records.tf32 import halves, rounds
 
 
@@ -192,7 +192,7 @@ class Convolution:
             return convolution_gram_sq_norm(*self._planes()) if self._by_kernel else self.unfolded().sq_norm()
         taps = self.geometry.shape[2:].numel()  # a patch holds a number of x at most so many times
         streamed = streamed_sq_norm(self, self.rows, self.geometry.shape.numel(), cuda=self.x.is_cuda)
-        return streamed + rounding(self.x, self.b, taps)
+        return raised(streamed, self.x, self.b, taps)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩ = ⟨b_i, conv(x_i, u)⟩: the convolution is linear in its weight."""

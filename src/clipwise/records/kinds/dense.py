@@ -50,7 +50,7 @@ class Dense:
         if even:
             pieces = value[:, :even].unflatten(1, (even // PIECE, PIECE))
             norms = torch.cat([norms, torch.linalg.vector_norm(pieces, dim=-1)], 1)
-        return norms.square().sum(1)
+        return norms.flatten(1).square().sum(1)  # of one number, a traced norm may keep its dimension (torch 2.11)
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩."""

@@ -18,7 +18,7 @@ from clipwise.records.kernels import convolution_dense, convolution_sq_norm, con
 from clipwise.records.kernels.gram import HALF, aligned
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
-from clipwise.records.kinds.record import masked, rounding, shaped, units, wide
+from clipwise.records.kinds.record import masked, raised, shaped, units, wide
 from clipwise.records.tf32 import halves, rounds
 
 
@@ -77,7 +77,7 @@ class Outer:
             return gram_sq_norm(self.a, self.b)
         if name == "fused":
             return convolution_sq_norm(*self._images(), *ONE)
-        return streamed_sq_norm(self, self.rows, self.shape.numel(), cuda=self.a.is_cuda) + rounding(self.a, self.b)
+        return raised(streamed_sq_norm(self, self.rows, self.shape.numel(), cuda=self.a.is_cuda), self.a, self.b)
 
     def inner(self, direction: Tensor) -> Tensor:
         """Σ_s b_sᵀ U a_s."""

@@ -77,10 +77,10 @@ def units(tensor: Tensor, size: int) -> Tensor:
     return tensor.reshape(tensor.shape[0] // size, size * tensor.shape[1], *tensor.shape[2:])
 
 
-def rounding(a: Tensor, b: Tensor, times: int = 1) -> Tensor:
-    """What rounding may hide of ‖Σ_s b_s a_sᵀ‖², where norm and sum are computed one after the other. [sample].
+def raised(sq_norm: Tensor, a: Tensor, b: Tensor, times: int = 1) -> Tensor:
+    """‖Σ_s b_s a_sᵀ‖² with what rounding may move, where the sum is computed once more, in another order. [sample].
 
-    Where positions cancel, it is relative to (Σ_s ‖a_s‖‖b_s‖)², at most ``times`` ‖a‖²‖b‖².
+    Where positions cancel, it moves v by a few eps of Σ_s ‖a_s‖‖b_s‖, which is at most √times ‖a‖‖b‖.
     """
-    one, other = (flat(wide(t)).square().sum(1) for t in (a, b))
-    return 4 * torch.finfo(one.dtype).eps * times * one * other
+    one, other = (torch.linalg.vector_norm(flat(wide(t)), dim=1) for t in (a, b))
+    return (sq_norm.sqrt() + 8 * torch.finfo(one.dtype).eps * times**0.5 * one * other).square()
