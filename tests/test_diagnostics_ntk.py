@@ -131,7 +131,7 @@ def test_a_gram_matrix_is_that_of_written_out_gradients_in_every_group() -> None
 @pytest.mark.parametrize("name", ["flat", "global_", "layerwise"])
 def test_where_every_norm_is_within_the_bound_the_kernel_is_h_itself(seed: int, name: str) -> None:
     model, batch = regression(seed)
-    most = float(per_sample(model, squared, batch).norms().max())
+    most = float(per_sample(model, squared, batch).norms().max()) * (1 + 1e-12)  # the last digits may differ elsewhere
     wide = {"flat": cw.flat(most), "global_": cw.global_(most)}
     # each layer gets its share of the bound, C/√L
     method = wide[name] if name in wide else cw.layerwise(cw.flat(most * 2))
