@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from clipwise.records.kernels import gram
-from clipwise.records.kernels.gram import SLACK, added_up, keep_tile, lost, tile_of
+from clipwise.records.kernels.gram import SLACK, Tile, added_up, keep_tile, lost, tile_of
 from clipwise.records.kernels.many import check, fit, written_places
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl
 
@@ -62,16 +62,6 @@ def _agrees(like: Tensor, tile: Tile) -> bool:
     a, b = ([like_random(like.new_empty(n, positions, size)) for size in sizes] for sizes in ((136, 40), (72, 264)))
     expected = _twin(a, b)
     return bool((launch(a, b, tile) - expected).norm() <= 1e-3 * expected.norm())
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program takes at a time: a choice of speed, never of result (but for the last bits)."""
-
-    block: int  # positions, of the rows and of the columns of both Gram matrices
-    deep: int  # features
-    warps: int
-    stages: int
 
 
 def candidates(positions: int) -> list[Tile]:
