@@ -316,14 +316,15 @@ def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:
 
 def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[Any]) -> None:
     """For a collate function that draws at random: other samples in the places of half of them, the same draws."""
-    some, others = torch.randperm(len(items)).tensor_split(2)
-    changed, alike = list(items), dict[Any, list[int]]()
-    for place in some.tolist():  # a sample of another length may shift all that is drawn
-        alike.setdefault(_form(items[place]), []).append(place)
-    for group in alike.values():
-        for place, source in zip(group, [*group[1:], group[0]], strict=True):
-            changed[place] = items[source]
+    alike = dict[Any, list[int]]()
+    for place, item in enumerate(items):  # a sample of another length may shift all that is drawn
+        alike.setdefault(_form(item), []).append(place)
     for seed in range(SEEDS):
+        some, others = torch.randperm(len(items)).tensor_split(2)
+        changed, exchanged = list(items), set(some.tolist())
+        for group in alike.values():  # one sample in all their places: merely permuted, they would have the same mean
+            for place in exchanged.intersection(group):
+                changed[place] = items[group[seed % len(group)]]
         seeded(seed)
         before, drawn = collated(items), generators()
         seeded(seed)
