@@ -100,8 +100,8 @@ def test_one_view_of_each_sample_is_another_one_in_every_step() -> None:
     private = private_for(nn.Conv2d(1, 1, 8), data=(torch.randn(ROWS, 1, 8, 8), Y), loss=lambda m, b: m(b[0]).flatten(),
                           method="self_augmentation(flat(1.0), views=1)", batch=ROWS)  # fmt: skip
     seen: list[int] = []
-    engine = private.engine
-    private.engine = lambda samples, seed: (seen.append(seed), engine(samples, seed))[1]  # type: ignore[method-assign]
+    engine = private._passes.engine
+    private._passes.engine = lambda samples, seed, state: (seen.append(seed), engine(samples, seed, state))[1]  # type: ignore[method-assign]
     for batch in private.batches():
         private.step(batch)
     assert len(set(seen)) == private.steps

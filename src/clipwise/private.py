@@ -6,9 +6,7 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,20 +20,20 @@ from torch.utils.hooks import RemovableHandle
 from clipwise import self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import Plan as DicePlan
+from clipwise.accounting.ledger import totals
 from clipwise.data import RowDataset
-from clipwise.engine import Here, Views, one_by_one
+from clipwise.engine import Here, Views
 from clipwise.methods import Method
 from clipwise.noise import release
+from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable, widest, written
-from clipwise.records.checks import modes, refuse_modules, restored, unmoved
+from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
+from clipwise.records.checks import modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
-from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
-from clipwise.sampling import chunks, poisson, units
-from clipwise.self_test import stacked
+from clipwise.sampling import poisson
 from clipwise.step import Observed, fed_back, private_sum, zeros
 from clipwise.types import (
     Batch,
@@ -64,15 +62,6 @@ def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     """The usual loss of a model with one output for batches (inputs, numbers): one value per sample."""
     inputs, targets = batch
     return (model(inputs).squeeze(-1) - targets).square()
-
-
-@dataclass(frozen=True)
-class PublicState:
-    """What later steps may look at: made of released values only."""
-
-    past: tuple[Gradient, ...] = ()  # θ_{t−1}, θ_{t−2}, …
-    released: Gradient | None = None  # the last release, over the expected number of units
-    post: Any = None  # the post-processing's own
 
 
 Remembered = tuple[Tensor, Gradient]  # samples, and one momentum for each
@@ -138,18 +127,15 @@ class Private:
         self.delta, self.accountant = delta, accountant
         self.expected_batch = expected_batch
         self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
-        self.dice = dice_plan(method, expected_batch, len(data))
+        self.dice = DicePlan.of(method, expected_batch, len(data))
         self._begun = 0  # the step that began the first block of a memory in blocks
         self.observed: Observed | None = None  # of the last step; not private
         self.fallbacks: tuple[str, ...] = ()
-        self._plain = Capture(model, loss)
-        self._fast: CompiledCapture | None = None
-        if compile:
-            groups = [block.names for block in method.blocks(tuple(trainable(model)))]
-            self._fast = CompiledCapture(model, loss, chunk, groups)
-        self._chunk, self._stream, self._self_tested = chunk, stream, self_tested
-        self._post, self._views, self._public = post, views, public
-        self._state = PublicState()
+        groups = [block.names for block in method.blocks(tuple(trainable(model)))]
+        fast = CompiledCapture(model, loss, chunk, groups) if compile else None
+        self._passes = Passes(Capture(model, loss), data, expected_batch, chunk, fast, views, public)
+        self._stream, self._post, self._self_tested = stream, post, self_tested
+        self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
@@ -171,7 +157,10 @@ class Private:
             self._used = f"{self._used}; from step {self._taken}: {method}" if self._taken else str(method)
 
     def _follow(self, method: Method) -> None:
-        if dice_plan(method, self.expected_batch, len(self.data)) != self.dice or method.recall != self._method.recall:
+        if (
+            DicePlan.of(method, self.expected_batch, len(self.data)) != self.dice
+            or method.recall != self._method.recall
+        ):
             raise Refused(
                 f"private state has one bound for a whole run: expected the method {self._method}, or one with the "
                 f"same, got {method}; make a new run with spent=private.ledger"
@@ -195,7 +184,7 @@ class Private:
 
     def record_in(self, ledger: Ledger) -> None:
         """Record in this ledger from now on, such as one on file: it holds what was recorded so far, or more."""
-        if self._taken or _totals(self.ledger) - _totals(ledger):
+        if self._taken or totals(self.ledger.entries) - totals(ledger.entries):
             raise Refused(
                 "a ledger only grows: expected one that holds every release of this run's, before its first step, got "
                 f"{ledger.releases} releases for {self.ledger.releases}; write new.extend(private.ledger.entries)"
@@ -235,8 +224,9 @@ class Private:
         method, feedback = self.method, self.method.feedback
         residual: Gradient | None = {} if feedback is not None else None
         remembered: list[Remembered] = []
+        alone = method.unit == 1 and len(self._indices) <= self._passes.at_once(method)
         private, self.observed = private_sum(
-            method, parameters, self._gradients(batch, remembered), residual, alone=self._in_one_chunk
+            method, parameters, self._gradients(batch, remembered), residual, alone=alone
         )
         self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
         following = self._recalled(remembered)
@@ -339,7 +329,7 @@ class Private:
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
-        device = next(iter(trainable(self.model).values())).device  # checkpoints are read to the CPU
+        device = self._passes.device  # checkpoints are read to the CPU
         state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
         hidden = mapped(hidden, lambda t: t.to(device))
         self._taken, self._state = step, state
@@ -347,110 +337,33 @@ class Private:
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
-    @property
-    def _in_one_chunk(self) -> bool:
-        return self.method.unit == 1 and len(self._indices) <= self._at_once
-
-    @property
-    def _at_once(self) -> int:
-        """Samples in a chunk, each of which may be several rows."""
-        return max(1, self._chunk // self.method.rows)
-
-    def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
-        """v_i chunk by chunk; units of several samples come whole."""
-        method, size = self.method, self._at_once
-        # one seed for the step: a sample's views and companions are its own, whatever the chunks
-        seed = int(batch.stream.uniform(1).item() * 2**53) if method.probe is not None else 0
-        if method.unit == 1:
-            for piece in chunks(self._indices, size):
-                gradients = self.probed(self.engine(piece, seed), self.rows(piece))
-                if method.recall is not None:
-                    gradients = self._averaged(gradients, piece, method.recall, remembered)
-                yield self._noted(gradients)
-            return
-        for padded, keep in units(self._indices, round(self.expected_batch / method.unit), size, batch.stream):
-            samples = self.probed(self.engine(padded.flatten(), seed), self.rows(padded.flatten()))
-            keep = keep.flatten().to(next(iter(samples.like.values())).device)
-            # the group's expected size, a public constant, in the place of its own
-            yield self._noted((1 / method.unit) * samples.masked(keep).merged(padded.shape[1]))
-
-    def probed(self, engine: Here, rows: Batch, method: Method | None = None) -> SampleGradients:
-        """The v_i of the method, or of another phase of it, for the engine's samples, one for each."""
-        found = (self.method if method is None else method).gradients(engine, rows)
-        if found.samples != len(engine.keys):
-            raise Refused(
-                f"expected one gradient per sample, got {found.samples} for {len(engine.keys)} samples: a sample in "
-                "several has that many times the sensitivity; let the method's probe give one for each row"
-            )
-        return found
-
     def test_mode(self) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
         mode = modes(self.model)
         if self._self_tested and mode not in self._tested:
             with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
                 for phase in {phase.probe: phase for phase in self.method.phases}.values():
-                    self_test.passes(self, phase, self._plain.loss)
+                    self_test.run(self._passes, phase, self.state)
             self._tested.add(mode)
 
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
-        method, device = self.method, next(iter(trainable(self.model).values())).device
-        if device.type != "cuda":
-            return
-        with unmoved(self.model):
-            fit = largest_chunk(
-                lambda some: method.gradients(self.engine(torch.arange(batch_size(some)), 0), some),
-                self.rows(torch.arange(min(32, len(self.data)))),
-                most=self._most,
-                # every past iterate's records are kept beside the others; there are none yet to measure
-                room=free_bytes(device) // (1 + method.past),
-            )
-        self._chunk = fit * method.rows
+        self._passes.fit_chunk(self.method)
 
-    @property
-    def _most(self) -> int:
-        """Samples in nearly every batch, at most."""
-        return math.ceil(self.expected_batch + 4 * math.sqrt(self.expected_batch))
-
-    def largest(self, method: Method) -> int:
-        """The most samples that will go through the model together, by this phase of the method."""
-        return min(self._most, max(1, self._chunk // method.rows))
-
-    def rows(self, piece: Tensor) -> Batch:
-        """The data of these samples, on the model's device."""
-        with stacked():
-            rows = self.data.rows(piece)
-        return self.placed(rows, len(piece))
-
-    def placed(self, rows: Batch, samples: int) -> Batch:
-        """These rows on the model's device, if they are one for each sample."""
-        device = next(iter(trainable(self.model).values())).device
-        rows = mapped(rows, lambda t: t.to(device))
-        if batch_size(rows) != samples:
-            raise Refused(
-                f"expected one row per sample, got {batch_size(rows)} rows for {samples} samples: a sample "
-                "in several rows has that many times the sensitivity; give each sample one row"
-            )
-        return rows
+    def rows(self, samples: Tensor) -> Batch:
+        """The data of these samples, on the model's device. Not private."""
+        return self._passes.rows(samples)
 
     def engine(self, samples: Tensor, seed: int) -> Here:
         """Where a method's probe looks from, for these samples in this step."""
-        state = self.state
-        return Here(
-            self._plain,
-            samples,
-            seed,
-            state.past,
-            state.released,
-            own_views=None if self._views is None else one_by_one(self._views, samples, seed),
-            public=self._public,
-            fast=self._fast,
-        )
+        return self._passes.engine(samples, seed, self.state)
 
-    def _noted(self, gradients: SampleGradients) -> SampleGradients:
-        self.fallbacks = gradients.fallbacks or self.fallbacks
-        return gradients
+    def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
+        """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
+        rate = self.method.recall
+        for samples, gradients in self._passes.gradients(self.method, self._indices, batch.stream, self.state):
+            self.fallbacks = gradients.fallbacks or self.fallbacks
+            yield gradients if rate is None else self._averaged(gradients, samples, rate, remembered)
 
     def _parameters(self) -> Gradient:
         return {name: p.detach().clone() for name, p in trainable(self.model).items()}
@@ -495,23 +408,3 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
 
 # model → the ledger of the last private run that trained it
 TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
-
-
-def dice_plan(method: Method, expected_batch: float, samples: int) -> DicePlan | None:
-    """How a method with feedback samples and what its steps cost; None for every other method."""
-    feedback = method.feedback
-    if feedback is None:
-        return None
-    others = method.split or method.count or method.after or method.recall or method.unit > 1
-    if others or (feedback.normalised and feedback.memory == "bounded"):
-        raise Refused(f"there is no privacy proof for such a feedback, got {method}: write what clipwise.dice accepts")
-    groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
-    rate = expected_batch / samples
-    return DicePlan(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
-
-
-def _totals(ledger: Ledger) -> Counter[Event]:
-    totals: Counter[Event] = Counter()
-    for event, count in ledger.entries:
-        totals[event] += count
-    return totals

@@ -1,8 +1,7 @@
 """Before the first step, and whenever the model's mode changes: what training computes is made of single samples.
 
-Receives: a private run that has everything but its first step.
-Gives: passes, which says nothing, or an error that names what is wrong and what to write;
-stacked, in which samples are read.
+Receives: what goes through the model, and by which method.
+Gives: run, which says nothing, or an error that names what is wrong and what to write.
 
 Four samples are looked at closely (``records.checks``). Then as many as a step may have, at places drawn afresh, are
 read and computed together, and once more in pieces, each read by itself: losses, gradients and buffers must agree.
@@ -12,16 +11,17 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from clipwise.data import Samples
 from clipwise.methods import Method
+from clipwise.passes import Passes, PublicState, probed, stacked
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
 from clipwise.records.chance import generators, seeded, still
 from clipwise.records.checks import (
@@ -38,10 +38,7 @@ from clipwise.records.checks import (
 )
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
-from clipwise.types import Batch, InputError, Refused
-
-if TYPE_CHECKING:
-    from clipwise.private import Private
+from clipwise.types import Batch, Refused
 
 FEW = 4  # samples that are looked at closely
 LOOKS = 2  # at a whole step's samples, each time others
@@ -50,34 +47,35 @@ SEEDS = 8  # for what draws at random, at the size of a step
 TINY = 1e-3  # losses of this size and below are compared as if they were of it: rounding is of the outputs' size
 
 
-def passes(private: Private, method: Method, loss: Loss) -> None:
+def run(passes: Passes, method: Method, state: PublicState) -> None:
     """Test the model with the rows that the method gives it: with views or public companions, say."""
-    samples = len(private.data)
+    samples = len(passes.data)
     # far apart: neighbours may be alike, and then changing one into another would change nothing
     few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64).round().long()
-    capture = Capture(private.model, loss)
+    loss = passes.capture.loss
+    capture = Capture(passes.model, loss)
     draw = torch.Generator()
     draw.seed()  # other places each time
 
     def drawn(count: int) -> Tensor:
         return torch.randperm(samples, generator=draw)[:count].sort().values
 
-    size = min(samples, private.largest(method))
-    reading = _reading(private, drawn(max(size, READ)))
-    rows, each = _read(private, few, torch.arange(len(few)).split(1), reading)
-    shown = _shown(private, method, few, rows)
-    self_test(private.model, loss, shown)
+    size = min(samples, passes.most(method))
+    reading = _reading(passes, drawn(max(size, READ)))
+    rows, each = _read(passes, few, torch.arange(len(few)).split(1), reading)
+    shown = _shown(passes, method, few, rows)
+    self_test(passes.model, loss, shown)
 
-    def probed(places: Tensor) -> SampleGradients:
+    def gradients(places: Tensor) -> SampleGradients:
         own = each[int(places)] if len(places) == 1 else rows
-        return private.probed(replace(private.engine(few[places], 0), fast=None, capture=capture), own, method)
+        return probed(method, replace(passes.engine(few[places], 0, state), fast=None, capture=capture), own)
 
-    alone_as_together(private.model, probed, len(few))
+    alone_as_together(passes.model, gradients, len(few))
     half, look = in_half(capture(shown)), 0
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw)
         try:
-            _look(private, method, loss, drawn(size), order, reading, half=half, backward=look == 0)
+            _look(passes, method, drawn(size), order, reading, half=half, backward=look == 0)
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
@@ -97,9 +95,8 @@ class _Pass:
 
 
 def _look(
-    private: Private,
+    passes: Passes,
     method: Method,
-    loss: Loss,
     places: Tensor,
     order: Tensor,
     reading: Reading,
@@ -108,19 +105,19 @@ def _look(
     backward: bool,
 ) -> None:
     """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
-    samples, model = len(places), private.model
+    samples, model, loss = len(places), passes.model, passes.capture.loss
     # unequal, and one sample alone: what depends on how many there are differs too
     pieces = [piece.sort().values for piece in order.tensor_split([1, 1 + (samples - 1) // 3]) if len(piece)]
-    rows, parts = _read(private, places, pieces, reading)
-    whole = _shown(private, method, places, rows)
-    each = [_shown(private, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
+    rows, parts = _read(passes, places, pieces, reading)
+    whole = _shown(passes, method, places, rows)
+    each = [_shown(passes, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
     count = batch_size(whole) // samples  # rows of each sample, which follow each other
     everything = torch.arange(count * samples)
     inside = [(count * piece[:, None] + torch.arange(count)).flatten() for piece in pieces]
     weights = torch.linspace(0.5, 1.5, count * samples)[torch.randperm(count * samples)]
 
     def computed(some: Batch, index: Tensor) -> _Pass:
-        return _computed(private, loss, some, weights[index] if backward else None)
+        return _computed(model, loss, some, weights[index] if backward else None)
 
     def furthest(found: Tensor, index: Tensor) -> float:
         size = together.losses[together.losses.isfinite()].square().mean().sqrt() + TINY
@@ -129,7 +126,7 @@ def _look(
     with restored(model), forbidden():
         together = computed(whole, everything)
         if together.drew:
-            _refuse_mixing(private, loss, whole, count, order[: samples // 2])
+            _refuse_mixing(model, loss, whole, count, order[: samples // 2])
             model.eval()
             together = computed(whole, everything)
         with moved_weights(model, half):
@@ -160,8 +157,8 @@ def _look(
             )
 
 
-def _computed(private: Private, loss: Loss, rows: Batch, weights: Tensor | None) -> _Pass:
-    model, parameters = private.model, list(trainable(private.model).values())
+def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor | None) -> _Pass:
+    parameters = list(trainable(model).values())
     # cuDNN's recurrent layers have a gradient only in training mode
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     with unmoved(model), still(model), without_cudnn() if recurrent else nullcontext(), torch.enable_grad():
@@ -193,28 +190,28 @@ def _length(gradient: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradient))
 
 
-def _refuse_mixing(private: Private, loss: Loss, rows: Batch, count: int, some: Tensor) -> None:
+def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, count: int, some: Tensor) -> None:
     """For a model that draws at random: other values for half of the samples, the same draws for the others."""
     index = (count * some[:, None] + torch.arange(count)).flatten()
     changed = mapped(rows, lambda t: _exchanged(t, index.to(t.device)))
     others = torch.ones(batch_size(rows), dtype=torch.bool)
     others[index] = False
     for seed in range(SEEDS):
-        (before, drawn), (after, drawn_then) = (_drawn(private, loss, b, seed) for b in (rows, changed))
+        (before, drawn), (after, drawn_then) = (_drawn(model, loss, b, seed) for b in (rows, changed))
         same = others.to(before.device)
         # where the draws follow the values they cannot be compared
         if drawn == drawn_then and not torch.allclose(before[same], after[same], 1e-4, 1e-6, equal_nan=True):
-            name = culprit(private.model, loss, (rows, others), (changed, others), seed)
+            name = culprit(model, loss, (rows, others), (changed, others), seed)
             raise Refused(
                 f"{name} mixes the samples of a batch: changing some samples changed others' losses; leave out what "
                 "mixes them at random (mixup, cutmix, a shuffled batch), or mix each with public samples"
             )
 
 
-def _drawn(private: Private, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor, Any]:
-    with unmoved(private.model), torch.enable_grad():
+def _drawn(model: nn.Module, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor, Any]:
+    with unmoved(model), torch.enable_grad():
         seeded(seed)
-        return losses_of(private.model, loss, mapped(rows, torch.clone)).detach(), generators()
+        return losses_of(model, loss, mapped(rows, torch.clone)).detach(), generators()
 
 
 def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
@@ -232,76 +229,61 @@ class _Seen(Exception):
     """Carries the rows that a method gave the model first."""
 
 
-def _shown(private: Private, method: Method, samples: Tensor, rows: Batch) -> Batch:
+def _shown(passes: Passes, method: Method, samples: Tensor, rows: Batch) -> Batch:
     """The rows that the method gives the model for these samples; as they are where it never looks at θ itself."""
 
     def look(shown: Batch) -> SampleGradients:
         raise _Seen(shown)
 
     # as before the first step: then methods that look elsewhere later on look at θ, where the model itself is tested
-    here = replace(private.engine(samples, 0), fast=look, past=(), released=None)
+    here = replace(passes.engine(samples, 0), fast=look)
     try:
-        private.probed(here, rows, method)
+        probed(method, here, rows)
     except _Seen as seen:
         return seen.args[0]
     return rows
-
-
-@contextmanager
-def stacked() -> Iterator[None]:
-    """Where samples are read: those that cannot be stacked are an error that says what to write."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "equal size" not in str(error):
-            raise
-        raise InputError(
-            "the samples have different shapes, so they cannot be stacked; write collate=a function that makes one "
-            "batch of a list of samples, with torch.nn.utils.rnn.pad_sequence for instance, and let the model mask the "
-            "padding"
-        ) from error
 
 
 # how samples can be read in pieces as they are read together: again, collated again from one reading, or not at all
 Reading = Literal["again", "collated", "cut"]
 
 
-def _reading(private: Private, samples: Tensor) -> Reading:
+def _reading(passes: Passes, samples: Tensor) -> Reading:
     """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
-    data, everything = private.data, torch.arange(len(samples))
+    data, everything = passes.data, torch.arange(len(samples))
     if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
-        same, drew = _twice(lambda: private.rows(samples))
+        same, drew = _twice(lambda: passes.rows(samples))
         if same and not drew:
             return "again"
     if isinstance(data, Samples):  # its samples may be drawn at random; then only collate sees several
         items = [data.dataset[index] for index in samples.tolist()]
-        same, drew = _twice(lambda: _collated(private, items, everything))
+        same, drew = _twice(lambda: _collated(passes, items, everything))
         if same and not drew:
             return "collated"
         if same:
-            _refuse_mixing_collate(lambda of: _collated(private, of, everything), items)
+            _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
     return "cut"
 
 
-def _read(private: Private, places: Tensor, pieces: Sequence[Tensor], reading: Reading) -> tuple[Batch, list[Batch]]:
+def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Reading) -> tuple[Batch, list[Batch]]:
     """The samples together and in pieces."""
-    data = private.data
+    data = passes.data
     if reading == "collated" and isinstance(data, Samples):
         items = [data.dataset[index] for index in places.tolist()]
-        whole = _collated(private, items, torch.arange(len(places)))
-        return whole, [_collated(private, items, piece) for piece in pieces]
-    whole = private.rows(places)
+        whole = _collated(passes, items, torch.arange(len(places)))
+        return whole, [_collated(passes, items, piece) for piece in pieces]
+    whole = passes.rows(places)
     if reading == "again":
-        return whole, [private.rows(places[piece]) for piece in pieces]
+        return whole, [passes.rows(places[piece]) for piece in pieces]
     return whole, [_cut(whole, piece) for piece in pieces]
 
 
-def _collated(private: Private, items: list[Any], some: Tensor) -> Batch:
+def _collated(passes: Passes, items: list[Any], some: Tensor) -> Batch:
     """One batch of copies of these samples, since a collate function may take them apart."""
-    assert isinstance(private.data, Samples)
+    assert isinstance(passes.data, Samples)
     with stacked():
-        rows = private.data.collate(copy.deepcopy([items[i] for i in some.tolist()]))
-    return private.placed(rows, len(some))
+        rows = passes.data.collate(copy.deepcopy([items[i] for i in some.tolist()]))
+    return passes.placed(rows, len(some))
 
 
 def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:

@@ -26,14 +26,14 @@ from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
 from clipwise.engine import Views
 from clipwise.methods import Method
+from clipwise.passes import stacked
 from clipwise.postprocess import Post, identity
-from clipwise.private import TRAINED, Private, cross_entropy, dice_plan
+from clipwise.private import TRAINED, Private, cross_entropy
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules, restored
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
-from clipwise.self_test import stacked
 from clipwise.types import (
     Batch,
     Event,
@@ -152,7 +152,7 @@ def make_private(
         )
     if self_test and not any(phase.companions for phase in phases):  # a model of units takes no single rows
         _try_loss(model, loss, dataset)
-    plan = dice_plan(chosen, float(batch), rows)
+    plan = DicePlan.of(chosen, float(batch), rows)
     sigma = asked if epsilon is None else _calibrated(plan, asked, delta, rate, count, accountant, earlier)
     private = Private(
         model,

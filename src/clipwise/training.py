@@ -23,7 +23,8 @@ from clipwise.accounting import Ledger
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
-from clipwise.private import Private, PublicState
+from clipwise.passes import PublicState
+from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer

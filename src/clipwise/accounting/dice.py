@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.events import spent
@@ -17,11 +18,15 @@ from clipwise.types import (
     InputError,
     MemoryGaussian,
     PoissonGaussian,
+    Refused,
     fraction,
     one_of,
     positive,
     whole,
 )
+
+if TYPE_CHECKING:
+    from clipwise.methods import Method
 
 MEMORIES = ("full", "none", "blocks", "bounded")
 
@@ -59,6 +64,21 @@ class Plan:
                 f"groups={self.groups} would draw at a rate of {self.groups * self.sampling_rate:.4g}, above 1: write "
                 f"groups={math.floor(1 / self.sampling_rate + 1e-9)} at most (the blocks of dice), or a smaller batch"
             )
+
+    @classmethod
+    def of(cls, method: Method, expected_batch: float, samples: int) -> Plan | None:
+        """How a method with feedback samples and what its steps cost; None for every other method."""
+        feedback = method.feedback
+        if feedback is None:
+            return None
+        others = method.split or method.count or method.after or method.recall or method.unit > 1
+        if others or (feedback.normalised and feedback.memory == "bounded"):
+            raise Refused(
+                f"there is no privacy proof for such a feedback, got {method}: write what clipwise.dice accepts"
+            )
+        groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
+        rate = expected_batch / samples
+        return cls(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
 
     @property
     def sensitivity(self) -> float:
