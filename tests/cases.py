@@ -137,9 +137,23 @@ def products() -> Iterator[Case]:
     yield layer("Linear with few positions and wide features", partial(nn.Linear, 12, 11), 2, 12)
     yield layer("Linear of one feature", partial(nn.Linear, 1, 1), 3, 1)
     yield layer("deep Linear", lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), 3, 4)
+    written = lambda: nn.Sequential(nn.Linear(4, 6), nn.ELU(inplace=True), nn.Linear(6, 3))
+    yield layer("Linear whose output is written into", written, 3, 4)
+
+
+def residual(m: Any, x: Tensor) -> Tensor:
+    """In place wherever it can be, through a view too, and with a result that nobody takes."""
+    kept = F.elu(m[0](x), inplace=True)
+    out = m[1](kept)
+    out += kept
+    out[:, 0].mul_(2)
+    F.elu_(out)
+    return out
 
 
 def convolutions() -> Iterator[Case]:
+    block = lambda: nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)])
+    yield layer("convolutions of a block that writes in place", block, 2, 5, 5, use=residual)
     options: dict[str, dict[str, Any]] = {
         "plain": {},
         "with stride": {"stride": 2},

@@ -541,6 +541,15 @@ def test_refusing_max_norm_leaves_the_table_as_it_was() -> None:
     assert torch.equal(model.weight, before)
 
 
+def test_a_frozen_table_with_max_norm_is_refused_too_and_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Embedding(7, 3, max_norm=0.1), nn.Linear(3, 1)).double()
+    before = model[0].weight.detach().clone()
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(Refused, match=r"max_norm=0\.1: it rewrites the rows.*write max_norm=None"):
+        per_sample(model, lambda m, ids: m(ids).sum((1, 2)), integers(7, 5))
+    assert torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_scale_grad_by_freq_is_refused_by_name(kind: Any) -> None:
     model = nn.Sequential(kind(7, 3, scale_grad_by_freq=True)).double()

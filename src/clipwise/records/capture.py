@@ -128,7 +128,7 @@ def scouted(
                 check_losses(loss(model, _taken(batch, few, whole)), few)
             with Compare(parameters, scout.log, few, more) as compare:
                 check_losses(loss(model, _taken(batch, more, whole)), more)
-            plan = tuple(compare.plan)
+            plan = compare.plan()
             _check_plan(model, loss, batch if whole else _taken(batch, min(once, 3), True), plan, parameters)
     finally:
         with torch.no_grad():

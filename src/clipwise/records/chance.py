@@ -24,18 +24,19 @@ _DROPOUTS = frozenset(
         *(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout),
     )
 )
+_IN_PLACE = 3  # the option's place among the arguments of F.dropout and its kin
 _ATTENTION_DROPOUT = 4  # its place among the arguments of scaled_dot_product_attention
 
 
 def seeded(seed: int) -> None:
     """Python's, NumPy's and torch's generators at this seed."""
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed([seed % 2**32, seed >> 32])  # it takes words of 32 bits
     torch.manual_seed(seed)
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of these generators: what they are equal before and after drew nothing from them."""
+    """The states of these generators: equal before and after a call, it drew nothing."""
     kind, words, *rest = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
@@ -58,7 +59,9 @@ class _Still(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            x = args[0] if args else kwargs["input"]
+            in_place = kwargs.get("inplace", len(args) > _IN_PLACE and args[_IN_PLACE]) or func.__name__.endswith("_")
+            return x.mul_(1) if in_place else x  # still written into, which a capture must know of
         if func is F.scaled_dot_product_attention:
             place = _ATTENTION_DROPOUT
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args

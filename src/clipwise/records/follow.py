@@ -24,7 +24,7 @@ from clipwise.records.composites import COMPOSITES
 from clipwise.records.displacement import Own
 from clipwise.records.layers import STEPPED, Meeting, meet, mixing, refuse_embedding
 from clipwise.records.standardise import pulled_back, standardise
-from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, tensors, vmapped
+from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, mapped, tensors, vmapped
 from clipwise.types import InputError, Refused
 
 Plan = tuple[Call, ...]
@@ -54,10 +54,10 @@ class Follow(TorchFunctionMode):
         touches = self.touches(args, kwargs)
         if getattr(function, "__name__", "") in _QUERIES:
             return self.derive(function, args, kwargs) if touches else function(*args, **kwargs)
+        if function in (F.embedding, F.embedding_bag):  # of a frozen table too: it would be written into
+            self.refuse(function, args, kwargs)
         if not touches:
             return self.other(function, args, kwargs)
-        if function in (F.embedding, F.embedding_bag):
-            self.refuse(function, args, kwargs)
         composite = COMPOSITES.get(function)
         if composite is not None:
             return composite(self, *args, **kwargs)
@@ -68,7 +68,7 @@ class Follow(TorchFunctionMode):
         given = {**dict(zip(inspect.signature(function).parameters, args, strict=False)), **kwargs}
         source = self.sources.get(id(given.get("weight")))
         names = ", ".join(sorted(source.names)) if source else "table"
-        refuse_embedding(names, given.get("max_norm"), given.get("scale_grad_by_freq", False))
+        refuse_embedding(names, given.get("max_norm"), source is not None and given.get("scale_grad_by_freq", False))
 
     def touches(self, args: tuple[Any, ...], kwargs: Any) -> bool:
         """Whether anything made of parameters is among the arguments."""
@@ -173,7 +173,8 @@ class Compare(Scout):
     def __init__(self, parameters: Mapping[str, Tensor], log: Sequence[_Sizes], few: int, more: int) -> None:
         super().__init__(parameters)
         self.first, self.few, self.more = log, few, more
-        self.plan: list[Call] = []
+        self.calls: list[Call] = []
+        self.made: list[list[tuple[Tensor, int]]] = []  # by each of them, with their versions then
         # tensors with as many entries as the data's values say, of all samples in one dimension
         self.picked: dict[int, Tensor] = {}
 
@@ -199,8 +200,16 @@ class Compare(Scout):
                 f"{call.label} gets entries of all samples in one dimension after some were picked by a mask, so it is "
                 "not known which sample each belongs to; keep samples padded to one length, and mask the loss"
             )
-        self.plan.append(call)
+        self.calls.append(call)
+        self.made.append([(t, t._version) for t in tensors(result)])
         return self.derive(lambda *_, **__: result, args, kwargs) if _fixed(call) else result
+
+    def plan(self) -> Plan:
+        """The calls of the whole pass, when it is over."""
+        return tuple(
+            replace(call, written=any(t._version != version for t, version in made))
+            for call, made in zip(self.calls, self.made, strict=True)
+        )
 
     def _call(self, before: _Sizes | None, now: _Sizes) -> Call:
         if (
@@ -334,4 +343,6 @@ class Record(Follow):
                     f"{call.label} got {tensor.shape[rows.dim]} rows for {self.tape.samples} samples, expected "
                     f"{rows.factor} for each; pad samples to one length, or use clipwise.oracle.per_sample"
                 )
-        return meet(Meeting(self.tape, call, self.sources, args, kwargs))
+        result = meet(Meeting(self.tape, call, self.sources, args, kwargs))
+        # a tap's output shares its memory with what it taps, and autograd lets nobody write into such a one
+        return mapped(result, torch.clone) if call.written else result
