@@ -7,7 +7,7 @@ Gives: ``train``, whose Run holds the model, the privacy statement and the measu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
-from clipwise.private import Private
+from clipwise.private import TRAINED, Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
@@ -88,7 +88,8 @@ def train(
     clipping does to its own rows, before the first step, whenever it is due and at the end, and the folder keeps what
     it saw: not private. ``tensorboard`` also writes the curves into the folder for TensorBoard.
     """
-    fraction("average", average, open_end=True) if average is not None else None
+    if average is not None:
+        fraction("average", average, open_end=True)
     for name in privacy:
         if name not in PRIVACY:
             raise TypeError(f"train has no option {name!r}: {nearest(name, PRIVACY)}")
@@ -102,10 +103,14 @@ def train(
         place = RunFolder(folder, resume=True)
     if tensorboard:
         writer()  # it must be installed
+    if resume:
+        TRAINED.pop(model, None)  # by the run that goes on, whose ledger counts
     private = make_private(model, chosen, data, loss=loss, ledger=Ledger(), **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and any(phase.companions for phase in private.method.phases):
-        raise InputError(f"a monitor has no public companions for its rows, and {private.method.name} needs them")
+        raise InputError(
+            f"a monitor has no public companions for its rows, and {private.method.name} needs them: leave monitor out"
+        )
     if folder is not None:
         _refuse_unwritten(private.method)
     if folder is not None and place is None:  # after every check, so that bad input leaves no folder
@@ -117,7 +122,7 @@ def train(
             place.write(SETTINGS, settings)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
-    loop = _Loop(private, chosen, plan, ema, place, evaluate, monitor, board)
+    loop = _Loop(private, chosen, plan, average, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
     with private.ledger:  # a run that is stopped lets go of its file too
@@ -125,17 +130,15 @@ def train(
             loop.look()
             loop.checkpoint()  # whatever stops the run from now on, it can be resumed
         try:
-            for batch in private.batches():
-                private.step(batch)
-                loop.after_step()
-                done = private.steps_taken
-                if monitor is not None and (monitor.due(done) or done == private.steps):
-                    loop.look()
-                if done % every == 0 or done == private.steps:
-                    loop.measure()
-                    loop.checkpoint()
-                if progress is not None:
-                    progress(private, loop.latest)
+            if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
+                loop.note(every)
+            else:
+                for batch in private.batches():
+                    private.step(batch)
+                    loop.after_step()
+                    loop.note(every)
+                    if progress is not None:
+                        progress(private, loop.latest)
         except BaseException:
             loop.checkpoint()
             raise
@@ -149,6 +152,7 @@ class _Loop:
     private: Private
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    average: float | None  # the decay of ema
     ema: AveragedModel | None
     folder: RunFolder | None
     evaluate: Evaluate | None
@@ -174,6 +178,17 @@ class _Loop:
         if self.ema is not None:
             self.ema.update_parameters(self.private.model)
 
+    def note(self, every: int) -> None:
+        """What is due after this step is seen, once, and kept."""
+        done, last = self.private.steps_taken, self.private.steps_taken == self.private.steps
+        due = last or (self.monitor is not None and self.monitor.due(done))
+        if due and not _holds(self.looks, done):
+            self.look()
+        if last or done % every == 0:
+            if not _holds(self.metrics, done):
+                self.measure()
+            self.checkpoint()
+
     def measure(self) -> None:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
         if self.evaluate is not None:
@@ -183,7 +198,7 @@ class _Loop:
         if self.board is not None:
             self.board.measured(row)
         if self.folder is not None:
-            self.folder.measured(self.metrics)
+            self.folder.measured(row)
 
     def look(self) -> None:
         """What clipping does to the monitor's rows now: at released parameters, so that it costs no others' privacy."""
@@ -199,9 +214,19 @@ class _Loop:
             noise_multiplier=private.noise_multiplier,
             expected_batch=private.expected_batch,
         )
-        self.looks.append(found.as_dict())
+        row = found.as_dict()
+        self.looks.append(row)
         if self.board is not None:
-            self.board.looked(self.looks[-1])
+            self.board.looked(row)
+        if self.folder is not None:
+            self.folder.diagnosed(row)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """What may not change when the run is resumed."""
+        kind = "none" if self.scheduler is None else type(self.scheduler).__name__
+        own = {"optimizer": type(self.optimizer).__name__, "scheduler": kind, "average": self.average or "none"}
+        return self.private.plan | own
 
     def checkpoint(self) -> None:
         if self.folder is None:
@@ -209,7 +234,7 @@ class _Loop:
         self.private.ledger.sync()  # the ledger is never behind the model
         state = {
             "step": self.private.steps_taken,
-            "plan": self.private.plan,
+            "plan": self.plan,
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "method": str(self.private.method),
             "model": self.private.model.state_dict(),
@@ -218,8 +243,6 @@ class _Loop:
             "average": None if self.ema is None else self.ema.state_dict(),
             "public": vars(self.private.state),
         }
-        if self.looks:
-            self.folder.diagnosed(self.looks)
         if self.private.hidden is not None:  # first: a later private state with an earlier model is as sound
             self.folder.save(HIDDEN, self.private.hidden)
         self.folder.save(CHECKPOINT, state)
@@ -234,8 +257,8 @@ class _Loop:
                 "samples has another sampling rate, and so another noise; resume with the same data and batch"
             )
         for name, was in state["plan"].items():
-            if self.private.plan[name] != was:
-                raise InputError(f"{name} must be the {was} that the run began with, got {self.private.plan[name]}")
+            if self.plan[name] != was:
+                raise InputError(f"{name} must be what the run began with, {was}, got {self.plan[name]}")
         ledger = self.folder.ledger()  # what was spent before is in it
         if ledger.releases < state["releases"]:
             raise Refused(
@@ -253,8 +276,8 @@ class _Loop:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["average"])
-        self.metrics = [row for row in self.folder.metrics() if row["step"] <= state["step"]]
-        self.looks = [row for row in self.folder.diagnostics() if row["step"] <= state["step"]]
+        self.folder.forget_after(state["step"])
+        self.metrics, self.looks = [*self.folder.metrics()], [*self.folder.diagnostics()]
 
     def finish(self) -> Run:
         statement = self.private.statement()
@@ -269,6 +292,10 @@ class _Loop:
             self.board.close()
         place = None if self.folder is None else self.folder.path
         return Run(self.model, statement, tuple(self.metrics), place, citation, tuple(self.looks))
+
+
+def _holds(rows: Sequence[Mapping[str, Any]], step: int) -> bool:
+    return bool(rows) and rows[-1]["step"] == step
 
 
 def _refuse_unwritten(method: Method) -> None:

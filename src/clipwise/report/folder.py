@@ -1,7 +1,8 @@
 """A run's folder: settings, ledger, metrics, diagnostics, checkpoint, model, statement.
 
 Receives: what a run wants kept.
-Gives: files that are whole or absent: each is written beside its place and then moved there.
+Gives: files that are whole or absent: each is written beside its place and then moved there. What is measured grows
+line by line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metric
 MODEL, STATEMENT, STATEMENT_TEXT = "model.pt", "statement.json", "statement.txt"
 DIAGNOSTICS, CALIBRATION, AUDIT = "diagnostics.jsonl", "calibration.json", "audit.json"  # each only where it was made
 HIDDEN = "private-state.pt"  # not released by any step: it must not leave the machine, and goes when the run ends
+
+FREE_SPACE = "free space or choose another folder"
+AND_RESUME = f"{FREE_SPACE}, and resume"
 
 
 def refuse_used(folder: Path) -> None:
@@ -55,7 +59,7 @@ class RunFolder:
 
     def write(self, name: str, content: bytes | str) -> Path:
         """Write a file, whole or not at all."""
-        return write(self.path / name, content, "free space or choose another folder, and resume")
+        return write(self.path / name, content, AND_RESUME)
 
     def save(self, name: str, value: Any) -> Path:
         """Write tensors and plain values."""
@@ -79,27 +83,40 @@ class RunFolder:
         """Every measurement so far."""
         return self._rows(METRICS)
 
-    def measured(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write all measurements; there are few, so the file is written anew."""
-        self._keep(METRICS, rows)
+    def measured(self, row: Mapping[str, Any]) -> None:
+        """Add one measurement."""
+        self._append(METRICS, row)
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """Every look at gradients so far."""
         return self._rows(DIAGNOSTICS)
 
-    def diagnosed(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write all looks at gradients."""
-        self._keep(DIAGNOSTICS, rows)
+    def diagnosed(self, row: Mapping[str, Any]) -> None:
+        """Add one look at gradients."""
+        self._append(DIAGNOSTICS, row)
+
+    def forget_after(self, step: int) -> None:
+        """Leave out what was seen after this step: the run goes on from there."""
+        for name in (METRICS, DIAGNOSTICS):
+            if (self.path / name).exists():
+                kept = [row for row in self._rows(name) if row["step"] <= step]
+                self.write(name, "".join(json.dumps(row) + "\n" for row in kept))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         place = self.path / name
-        return [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
+        lines = place.read_text().splitlines(keepends=True) if place.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a machine may stop within the last line
 
-    def _keep(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.write(name, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        place = self.path / name
+        try:
+            with place.open("a") as file:
+                file.write(json.dumps(dict(row)) + "\n")
+        except OSError as error:
+            raise _unwritten(place, error, AND_RESUME) from error
 
 
-def write(place: Path, content: bytes | str, otherwise: str = "free space or choose another folder") -> Path:
+def write(place: Path, content: bytes | str, otherwise: str = FREE_SPACE) -> Path:
     """Write a file, whole or not at all; ``otherwise`` is what to do where it cannot be written."""
     beside = place.parent / f".{place.name}.partial"
     try:
@@ -111,5 +128,9 @@ def write(place: Path, content: bytes | str, otherwise: str = "free space or cho
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise InputError(f"cannot write {place} ({error.strerror or error}): {otherwise}") from error
+        raise _unwritten(place, error, otherwise) from error
     return place
+
+
+def _unwritten(place: Path, error: OSError, otherwise: str) -> InputError:
+    return InputError(f"cannot write {place} ({error.strerror or error}): {otherwise}")
