@@ -144,6 +144,44 @@ def test_padding_to_the_longest_is_refused_without_a_mask_and_passes_with_one() 
     private_for(Words(masked=True), texts(), collate=padded)
 
 
+class Kept(nn.Module):
+    """A mean of many rows in a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x) > 8:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.5)
+        return x
+
+
+def test_a_frozen_parameter_that_keeps_a_mean_of_many_rows_is_refused_and_left_as_it_was() -> None:
+    model = network(Kept())
+    with pytest.raises(Refused, match=r"the parameter 1\.mean is computed from the batch"):
+        private_for(model)
+    assert not model[1].mean.any()
+
+
+class Sorted(nn.Module):
+    """Computes with rows sorted by length, as for packing, and puts them back at the end: every loss is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (x[:, 0] > 1.3).sort(stable=True).indices  # one in ten or so
+        return self.second(self.first(x).tanh()[order])[order.argsort()]
+
+
+def test_rows_that_a_model_sorts_and_puts_back_are_refused() -> None:
+    with pytest.raises(Refused, match=r"let row i of every layer be sample i|puts their entries in another order"):
+        private_for(Sorted())
+
+
 # ── by chance ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,7 +7,7 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,7 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
+from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
@@ -142,6 +143,7 @@ class Private:
         self._used = str(method)
         self._first, self._stepping, self._earlier = str(method), False, earlier
         self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
+        self._trained = TRAINED.get(model)  # of which make_private has warned
         _guard(optimizer, self)
 
     @property
@@ -152,6 +154,8 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
+        if method.probe is not self._method.probe:
+            self._tested.clear()  # it takes gradients elsewhere
         self._follow(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
             self._used = f"{self._used}; from step {self._taken}: {method}" if self._taken else str(method)
@@ -221,13 +225,18 @@ class Private:
         parameters = trainable(self.model)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode()
+        self._warn_of_others()
         method, feedback = self.method, self.method.feedback
         residual: Gradient | None = {} if feedback is not None else None
         remembered: list[Remembered] = []
-        alone = method.unit == 1 and len(self._indices) <= self._passes.at_once(method)
-        private, self.observed = private_sum(
-            method, parameters, self._gradients(batch, remembered), residual, alone=alone
-        )
+        most = self._passes.at_once(method)
+        alone = method.unit == 1 and len(self._indices) <= most
+        # what the model and the data draw, dropout say, follows a row's place: it must be as secret as the noise
+        with kept({self._passes.device} - {torch.device("cpu")}):
+            seeded(int(batch.stream.uniform(1).item() * 2**53))
+            private, self.observed = private_sum(
+                method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
+            )
         self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
         following = self._recalled(remembered)
         event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
@@ -278,8 +287,10 @@ class Private:
         return {
             "noise_multiplier": self.noise_multiplier,
             "sampling_rate": self.sampling_rate,
+            "samples": len(self.data),
             "generator": self._stream.name,
             "method": self._first,
+            "post": str(self._post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
 
@@ -385,6 +396,16 @@ class Private:
         order = torch.cat([piece for piece, _ in remembered]).argsort()
         return {name: torch.cat([part[name] for _, part in remembered])[order] for name in remembered[0][1]}
 
+    def _warn_of_others(self) -> None:
+        known = TRAINED.get(self.model)
+        if known not in (self.ledger, self._trained) and trained_elsewhere(self.model, self.ledger.entries):
+            self._trained = known
+            warnings.warn(
+                "another private run trained this model since, and the statement of this one does not count it: if its "
+                "data were the same, make one run after the other, with spent=the earlier one's ledger",
+                stacklevel=3,
+            )
+
     def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         groups = (group["params"] for group in self.optimizer.param_groups)  # frozen ones too
         held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
@@ -408,3 +429,9 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
 
 # model → the ledger of the last private run that trained it
 TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
+
+
+def trained_elsewhere(model: nn.Module, counted: Iterable[tuple[Event, int]]) -> bool:
+    """Whether a private run trained this model whose releases are not all among these."""
+    known = TRAINED.get(model)
+    return known is not None and bool(totals(known.entries) - totals(counted))

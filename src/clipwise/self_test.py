@@ -27,6 +27,7 @@ from clipwise.records.chance import generators, seeded, still
 from clipwise.records.checks import (
     alone_as_together,
     culprit,
+    held,
     in_half,
     limits,
     losses_of,
@@ -75,7 +76,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw)
         try:
-            _look(passes, method, drawn(size), order, reading, half=half, backward=look == 0)
+            _look(passes, method, drawn(size), order, reading, half=half)
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
@@ -89,8 +90,8 @@ class _Pass:
     """What one pass over some rows gives."""
 
     losses: Tensor
-    gradient: Sequence[Tensor]  # of the weighted sum of the losses, where it was asked for
-    buffers: dict[str, Tensor]  # afterwards
+    gradient: Sequence[Tensor]  # of the weighted sum of the losses
+    held: dict[str, Tensor]  # buffers and parameters afterwards
     drew: bool  # at random, dropout aside
 
 
@@ -102,7 +103,6 @@ def _look(
     reading: Reading,
     *,
     half: bool,
-    backward: bool,
 ) -> None:
     """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
     samples, model, loss = len(places), passes.model, passes.capture.loss
@@ -117,7 +117,7 @@ def _look(
     weights = torch.linspace(0.5, 1.5, count * samples)[torch.randperm(count * samples)]
 
     def computed(some: Batch, index: Tensor) -> _Pass:
-        return _computed(model, loss, some, weights[index] if backward else None)
+        return _computed(model, loss, some, weights[index])
 
     def furthest(found: Tensor, index: Tensor) -> float:
         size = together.losses[together.losses.isfinite()].square().mean().sqrt() + TINY
@@ -146,32 +146,46 @@ def _look(
                     "and where collate pads, a mask"
                 )
             if [t.shape[1:] for t in tensors(part)] == [t.shape[1:] for t in tensors(whole)]:
-                refuse_remembered(model, together.buffers, found.buffers)
+                refuse_remembered(model, together.held, found.held)
             left, size = _less(left, found.gradient), size + _length(found.gradient)
         apart, moved = _length(left) / size, _length(_less(near.gradient, together.gradient)) / size
-        if apart > (tolerance := limits(moved, half)):  # not where it is no number: a sample is not finite
+        tolerance = limits(moved, half)
+        if apart > tolerance:  # not where it is no number: a sample is not finite
             raise Refused(
                 f"the backward pass treats samples differently among {len(everything)} rows than in pieces of them: "
                 f"the gradient moves by {apart:.1e} of its size, expected at most {tolerance:.0e}; let no hook and no "
                 "autograd function of your own use more than one sample's gradient"
             )
+        del left
+        apart = _length(_less(_recorded(model, loss, whole, weights), together.gradient)) / size
+        if apart > tolerance:
+            raise Refused(
+                f"the samples' own gradients, weighed and added as in a step, are not the gradient of their losses: "
+                f"they differ by {apart:.1e} of its size among {len(everything)} rows, expected at most "
+                f"{tolerance:.0e}; let row i of every layer be sample i: sort, shuffle or regroup no rows in the model"
+            )
 
 
-def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor | None) -> _Pass:
+def _recorded(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> list[Tensor]:
+    """Σ_i w_i g_i from per-sample gradients; other samples' rows would come with the wrong weights."""
+    with restored(model), still(model):
+        seeded(0)
+        summed = Capture(model, loss)(mapped(rows, torch.clone)).weighted_sum(weights)
+        return [summed[name] for name in trainable(model)]
+
+
+def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> _Pass:
     parameters = list(trainable(model).values())
     # cuDNN's recurrent layers have a gradient only in training mode
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with unmoved(model), still(model), without_cudnn() if recurrent else nullcontext(), torch.enable_grad():
+    with restored(model), still(model), without_cudnn() if recurrent else nullcontext(), torch.enable_grad():
         seeded(0)
         before = generators()
         losses = losses_of(model, loss, mapped(rows, torch.clone))
         drew = generators() != before
-        gradient: Sequence[Tensor] = ()
-        if weights is not None:
-            summed = (losses * weights.to(losses)).sum()
-            gradient = torch.autograd.grad(summed, parameters, allow_unused=True, materialize_grads=True)
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-        return _Pass(losses.detach().double(), [g.to_dense() for g in gradient], buffers, drew)
+        summed = (losses * weights.to(losses)).sum()
+        gradient = torch.autograd.grad(summed, parameters, allow_unused=True, materialize_grads=True)
+        return _Pass(losses.detach().double(), [g.to_dense() for g in gradient], held(model), drew)
 
 
 def _furthest(found: Tensor, expected: Tensor, scale: Tensor, half: bool) -> float:

@@ -28,7 +28,7 @@ from clipwise.engine import Views
 from clipwise.methods import Method
 from clipwise.passes import stacked
 from clipwise.postprocess import Post, identity
-from clipwise.private import TRAINED, Private, cross_entropy
+from clipwise.private import Private, cross_entropy, trained_elsewhere
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules, restored
@@ -144,7 +144,7 @@ def make_private(
     held = [] if ledger is None else ledger.entries
     added = [] if spent is None or spent is ledger else spent.entries
     earlier = [*held, *added]
-    if spent is None and TRAINED.get(model, ledger) is not ledger:
+    if trained_elsewhere(model, earlier):
         warnings.warn(
             "this model was trained by a private run before, and the statement of this one will not count it: if its "
             "data were the same, write spent=that run's ledger",

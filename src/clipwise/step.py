@@ -22,6 +22,9 @@ from clipwise.types import Gradient, InputError, Part, PrivateSum
 MARGIN = 64 * torch.finfo(torch.float32).eps
 # On a GPU products may round their operands to TF32, which keeps 10 bits.
 GPU_MARGIN = 2.0**-9
+# And by this much for each sample that a chunk may hold: it is summed in float32, and one sample more or less changes
+# how all of the sum is rounded: by up to 2.7 eps for each where their terms nearly cancel (docs/decisions/0004).
+EACH = 4 * torch.finfo(torch.float32).eps
 # Squares below float32's smallest normal number are lost: of 1e10 entries, this much of a norm.
 LOST = 1e5 * torch.finfo(torch.float32).tiny ** 0.5
 
@@ -45,6 +48,7 @@ def private_sum(
     chunks: Iterable[SampleGradients],
     residual: Gradient | None = None,
     *,
+    most: int = 0,
     alone: bool = False,
 ) -> tuple[PrivateSum, Observed]:
     """Σ_i w_i v_i over all chunks of one batch.
@@ -52,10 +56,11 @@ def private_sum(
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
     ``residual`` gets Σ_i (1 − w_i) v_i added to it, or put into it where it is empty: what clipping cut off.
+    ``most``: samples that a chunk may hold, a public constant (``weigh``).
     ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
-    groups, rule = [block.names for block in blocks], Rule(tuple(blocks))
+    groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
     total: Gradient = {}
     count, samples = 0.0, 0
     lost: list[Callable[[], int]] = []
@@ -158,22 +163,26 @@ class Rule:
     """
 
     blocks: tuple[Block, ...]
+    most: int = 0  # samples in a chunk: a public constant
 
     def __call__(self, norms: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
         """Only the ``real`` samples, [sample], have a weight."""
         finite = norms.isfinite().all(1)
         kept = (finite & real)[:, None]
-        weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0)), 0.0)
+        weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0), self.most), 0.0)
         return weights, finite
 
 
-def weigh(blocks: Sequence[Block], norms: Tensor) -> Tensor:
-    """ω(‖v_i‖) in each block, at most bound/‖v_i‖ whatever ω says, less the margin for rounding. [sample, block]."""
+def weigh(blocks: Sequence[Block], norms: Tensor, most: int = 0) -> Tensor:
+    """ω(‖v_i‖) in each block, at most bound/‖v_i‖ whatever ω says, less the margin for rounding. [sample, block].
+
+    ``most``: how many samples a chunk may hold, not how many it does: every weight would depend on each sample.
+    """
     columns = []
     for block, norm in zip(blocks, norms.unbind(1), strict=True):
-        most, weight = block.bound / (norm + LOST), block.weigh(norm)
-        weight = weight.clamp(-most, most)
+        limit, weight = block.bound / (norm + LOST), block.weigh(norm)
+        weight = weight.clamp(-limit, limit)
         # a number too small for a normal one is rounded by any part of itself, upwards too
         exact = weight.isfinite() & (weight.abs() >= 2 * torch.finfo(weight.dtype).tiny)
         columns.append(torch.where((norm > 0) & exact, weight, 0.0))
-    return torch.stack(columns, 1) / (1 + (GPU_MARGIN if norms.is_cuda else MARGIN))
+    return torch.stack(columns, 1) / (1 + (GPU_MARGIN if norms.is_cuda else MARGIN) + EACH * most)
