@@ -617,6 +617,37 @@ def test_filters_are_their_recursions(text: str, expected: Sequence[Array]) -> N
     close(filtered(text, RELEASED), expected)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "step"),
+    [
+        ((0.0, 1.0), (), 1),  # a delay: nothing comes out of the first step
+        ((0.5, -0.5, 1.0), (), 2),
+        ((0.3, -0.1, -0.2, 1.0), (), 3),  # cancels but for rounding
+        ((1.0, -0.5, 0.5), (0.5,), 2),
+        ((1e-50,), (), 1),  # float32 has no such number
+        ((1e30, 1.0), (), 1),
+    ],
+)
+def test_a_filter_that_would_divide_by_nothing_is_refused_with_its_step(
+    inputs: tuple[float, ...], outputs: tuple[float, ...], step: int
+) -> None:
+    with pytest.raises(InputError, match=f"gain must not vanish .* at step {step} of .* write a positive input first"):
+        postprocess.low_pass(inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [((1e-6, 1.0), ()), ((0.5, -0.4, 0.9), ()), ((1.0, -1.5, 0.7), (-0.9,)), ((0.1,), (-0.999,))]
+)
+def test_a_filter_whose_gain_never_vanishes_gives_a_constant_back(
+    inputs: tuple[float, ...], outputs: tuple[float, ...]
+) -> None:
+    post, state = postprocess.low_pass(inputs, outputs), None
+    constant = {"a": torch.tensor([1.0, -2.0])}
+    for _ in range(50):
+        state, update = post.apply(state, constant, {"a": 0.0})
+        torch.testing.assert_close(update, constant, rtol=1e-4, atol=0)
+
+
 def test_adam_bc_takes_the_noise_out_of_the_second_moment() -> None:
     theta, moments = np.zeros(5), (np.zeros(5), np.zeros(5))
     for t, (g, update) in enumerate(zip(RELEASED, filtered("adam_bc(0.9, 0.99, 1e-3)", RELEASED, 0.5), strict=True), 1):

@@ -16,6 +16,8 @@ from torch import Tensor
 from clipwise.postprocess.post import Post, State
 from clipwise.types import Gradient, InputError, at_least_zero, fraction, positive
 
+_STEPS = 10_000  # for which a filter's gain is looked at before it is used
+
 
 def heavy_ball(beta: float = 0.9) -> Post:
     """M_t = β M_{t−1} + G̃_t: outer momentum as the authors of paper 0 run it (their 0.9)."""
@@ -55,7 +57,11 @@ def low_pass(inputs: Sequence[float] = (0.1, 0.1), outputs: Sequence[float] = (-
             f"expected a stable filter such as low_pass((0.1, 0.1), (-0.8,)), got {tuple(b)!r} and {tuple(a)!r}"
         )
     if sum(b) * (1 + sum(a)) <= 0:
-        raise InputError(f"the filter must let a constant pass, got a gain of {sum(b) / (1 + sum(a)):g}")
+        raise InputError(
+            f"the filter must let a constant pass, got a gain of {sum(b) / (1 + sum(a)):g}: write inputs "
+            "with a positive sum, such as (0.1, 0.1)"
+        )
+    _refuse_vanishing(b, a)
 
     def apply(state: State, gradient: Gradient, noise: Mapping[str, float]) -> tuple[State, Gradient]:
         given, made = state if state is not None else ([], [])
@@ -108,6 +114,23 @@ def _numbers(name: str, values: Any) -> list[float]:
     ):
         raise InputError(f"{name} must be numbers such as (0.1, 0.1), got {values!r}")
     return [float(v) for v in values]
+
+
+def _refuse_vanishing(b: Sequence[float], a: Sequence[float]) -> None:
+    """Refuse a filter that some step would divide by nothing: its gain so far, which no data enter, is simulated."""
+    impulse: list[float] = []  # the response to a single one
+    gain = length = 0.0
+    for step in range(_STEPS):
+        now = b[step] if step < len(b) else 0.0
+        now -= sum(c * before for c, before in zip(a, reversed(impulse), strict=False))
+        impulse = [*impulse, now][-max(len(a), 1) :]
+        gain, length = gain + now, length + abs(now)
+        # beside this much that cancels, or beyond these powers of ten, float32 gradients keep no digits
+        if not max(1e-6 * length, 1e-18) < abs(gain) < 1e18:
+            raise InputError(
+                f"the filter's gain must not vanish or overflow at any step, got {gain:g} at step {step + 1} of inputs "
+                f"{tuple(b)!r} and outputs {tuple(a)!r}: write a positive input first, such as (0.1, 0.1) and (-0.8,)"
+            )
 
 
 def _reach(a: Sequence[float]) -> float:
