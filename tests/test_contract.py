@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -428,6 +429,22 @@ def test_wrong_settings_are_input_errors_without_parsing_too(text: str) -> None:
 def test_an_unknown_name_is_an_error_that_names_the_nearest(text: str, near: str) -> None:
     with pytest.raises(InputError, match=f"did you mean {near}"):
         parse(text)
+
+
+def test_factories_of_every_kind_can_be_named_in_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*, clip_norm: float = 1.0) -> cw.Method:
+        return cw.flat(clip_norm)
+
+    monkeypatch.setitem(METHODS, "half", partial(cw.psac, r=0.5))
+    monkeypatch.setitem(METHODS, "named", named)
+    assert str(parse("half(2.0)")) == str(parse("half(clip_norm=2.0)")) == str(cw.psac(2.0, r=0.5))
+    assert str(parse("half(r=0.25)")) == str(cw.psac(r=0.25))
+    assert str(parse("bam(named(clip_norm=3.0))")) == str(cw.bam(cw.flat(3.0)))
+    for text in ("half(clipnorm=1.0)", "named(clipnorm=1.0)"):
+        with pytest.raises(InputError, match="did you mean 'clip_norm'"):
+            parse(text)
+    with pytest.raises(InputError, match="named"):
+        parse("named(3.0)")
 
 
 def test_a_block_that_misses_a_parameter_is_an_error_that_names_it() -> None:
