@@ -409,6 +409,14 @@ def test_wrong_settings_are_input_errors(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("bad", [1.0, "flat(1.0)", cw.flat, [cw.flat()]])
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: wrapper.__name__)
+def test_a_wrapper_takes_a_method_and_nothing_else(wrapper: Callable[..., cw.Method], bad: Any) -> None:
+    assert str(wrapper(None)) == str(wrapper())
+    with pytest.raises(InputError, match=rf"{wrapper.__name__} takes a method such as flat\(1\.0\), got "):
+        wrapper(bad)
+
+
 @pytest.mark.parametrize("text", ["layerwise({})", "schedule(5)", "schedule([5])"])
 def test_wrong_settings_are_input_errors_without_parsing_too(text: str) -> None:
     with pytest.raises(InputError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from clipwise.methods.citations import KNOLLE_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, at_least_zero, fraction, one_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def bam(base: Method | None = None, radius: float = 0.02, form: Form = "ascent",
 
     A gradient of zero gives no direction, and so no ascent. Both passes use the same views.
     """
-    inner = flat() if base is None else base
+    inner = base_of(bam, base, flat)
     radius = at_least_zero("radius", radius)
     one_of("form", form, ("ascent", "exact"))
     alpha = fraction("alpha", alpha)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Feedback, Memory, Method, wrapped
+from clipwise.methods.method import Feedback, Memory, Method, base_of, wrapped
 from clipwise.types import InputError, Refused, at_least_zero, one_of, whole
 
 
@@ -27,13 +27,11 @@ def dice(
     a group of its own, so that a sample takes part once in so many steps.
     With an Adam optimizer this is Algorithm 3; ``automatic`` with ``normalised`` is Algorithm 4.
     """
-    inner = flat() if base is None else base
+    inner = base_of(dice, base, flat)
     feedback_norm = at_least_zero("feedback_norm", feedback_norm)
     one_of("memory", memory, ("full", "none", "blocks", "bounded"))
     blocks = whole("blocks", blocks)
-    if isinstance(inner, Method) and (
-        inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback
-    ):
+    if inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback:
         raise InputError(f"dice takes a method with one fixed bound and no memory such as flat(1.0), got {inner}")
     if automatic and memory == "bounded":
         raise Refused(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import ZHANG_2024_DISK
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, fraction, positive
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
     The combination is made before clipping, so that one bound holds for it. At κ = 1, and in the first step, it is the
     base's gradient.
     """
-    inner = flat() if base is None else base
+    inner = base_of(disk, base, flat)
     gain, ahead = fraction("gain", gain), positive("ahead", ahead)
     c = (1 - gain) / (gain * ahead)
 
@@ -35,5 +35,5 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
         further = {name: p + ahead * (p - engine.past[0][name]) for name, p in engine.parameters.items()}
         return c * inner.gradients(engine.at(further), rows) + (1 - c) * here
 
-    past = max(1, inner.past if isinstance(inner, Method) else 0)
+    past = max(1, inner.past)
     return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2024_DISK, probe=probe, past=past)

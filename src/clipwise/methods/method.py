@@ -174,10 +174,16 @@ class Method:
         return f"{self.name}({', '.join(f'{key}={_written(value)}' for key, value in self.settings.items())})"
 
 
-def wrapped(base: object, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
-    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
-    if not isinstance(base, Method):
+def base_of(factory: Callable[..., Method], base: Method | None, default: Callable[[], Method]) -> Method:
+    """The method that a factory is to wrap: the one given, or the default."""
+    method = default() if base is None else base
+    if not isinstance(method, Method):
         raise InputError(f"{factory.__name__} takes a method such as flat(1.0), got {base!r}")
+    return method
+
+
+def wrapped(base: Method, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
+    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
 
     def after(released: Released, units: float) -> Method:
         return factory(base.next(released, units), **settings)
