@@ -217,7 +217,6 @@ def test_replacing_one_sample_moves_the_sum_by_at_most_twice_as_much(text: str) 
     other = rows.clone()
     other[0] = -rows[0]
     assert loss_of(summed(method, explicit(rows)), summed(method, explicit(other))) <= 2.0
-    assert method.sensitivity(tuple(LIKE), "replace-one") == 2 * method.sensitivity(tuple(LIKE))
 
 
 @every_method

@@ -6,7 +6,7 @@ Gives: a Method with the base's weights and bound: a sample's displacement depen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from clipwise.methods.citations import KNOLLE_2023
 from clipwise.methods.flat import flat
@@ -26,7 +26,7 @@ def bam(base: Method | None = None, radius: float = 0.02, form: Form = "ascent",
     """
     inner = base_of(bam, base, flat)
     radius = at_least_zero("radius", radius)
-    one_of("form", form, ("ascent", "exact"))
+    one_of("form", form, get_args(Form))
     alpha = fraction("alpha", alpha)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:

@@ -7,6 +7,8 @@ Gives: a Method with private state. The paper's privacy theorem is false: the no
 
 from __future__ import annotations
 
+from typing import get_args
+
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
 from clipwise.methods.method import Feedback, Memory, Method, base_of, wrapped
@@ -29,7 +31,7 @@ def dice(
     """
     inner = base_of(dice, base, flat)
     feedback_norm = at_least_zero("feedback_norm", feedback_norm)
-    one_of("memory", memory, ("full", "none", "blocks", "bounded"))
+    one_of("memory", memory, get_args(Memory))
     blocks = whole("blocks", blocks)
     if inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback:
         raise InputError(f"dice takes a method with one fixed bound and no memory such as flat(1.0), got {inner}")

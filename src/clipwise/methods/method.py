@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Weigh: TypeAlias = "Callable[[Tensor], Tensor]"  # norms → weights, elementwise
 Probe: TypeAlias = "Callable[[Engine, Batch], SampleGradients]"
-Relation = Literal["add-remove", "replace-one"]
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,10 @@ class Method:
             return self.split(tuple(names))
         return (Block(tuple(names), self.weigh, self.bound, 1.0 - (self.count.share if self.count else 0.0)),)
 
-    def sensitivity(self, names: Sequence[str] = (), relation: Relation = "add-remove") -> float:
-        """How far one sample moves the sum, jointly over all blocks: √Σ C_r²; twice that when it is replaced."""
+    def sensitivity(self, names: Sequence[str] = ()) -> float:
+        """How far adding or removing one sample moves the sum, jointly over all blocks: √Σ C_r²."""
         joint = math.hypot(*(block.bound for block in self.blocks(names))) if names else self.bound
-        return joint * self.moves * (2 if relation == "replace-one" else 1)
+        return joint * self.moves
 
     @property
     def moves(self) -> int:
