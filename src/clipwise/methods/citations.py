@@ -34,6 +34,7 @@ BU_2023_CONVERGENCE = Citation(
     "On the Convergence and Calibration of Deep Learning with Differential Privacy",
     "Transactions on Machine Learning Research",
     2023,
+    "article",
 )
 DE_2022 = Citation(
     "de2022unlocking",
@@ -41,6 +42,7 @@ DE_2022 = Citation(
     "Unlocking High-Accuracy Differentially Private Image Classification through Scale",
     "arXiv 2204.13650",
     2022,
+    "misc",
 )
 KNOLLE_2023 = Citation(
     "knolle2023bias",
@@ -48,6 +50,7 @@ KNOLLE_2023 = Citation(
     "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private SGD",
     "arXiv 2308.12018",
     2023,
+    "misc",
 )
 MCMAHAN_2018 = Citation(
     "mcmahan2018general",
@@ -84,6 +87,7 @@ YANG_2022 = Citation(
     "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex Optimization",
     "arXiv 2206.13033",
     2022,
+    "misc",
 )
 ZHANG_2024_DICE = Citation(
     "zhang2024differentially",
@@ -92,8 +96,8 @@ ZHANG_2024_DICE = Citation(
     "International Conference on Learning Representations",
     2024,
 )
-ZHANG_2024_DISK = Citation(
-    "zhang2024disk",
+ZHANG_2025_DISK = Citation(
+    "zhang2025disk",
     "Zhang, Xinwei and Bu, Zhiqi and Balle, Borja and Hong, Mingyi and Razaviyayn, Meisam and Mirrokni, Vahab",
     "DiSK: Differentially Private Optimizer with Simplified Kalman Filter for Noise Reduction",
     "International Conference on Learning Representations",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from clipwise.methods.citations import ZHANG_2024_DISK
+from clipwise.methods.citations import ZHANG_2025_DISK
 from clipwise.methods.flat import flat
 from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, fraction, positive
@@ -36,4 +36,4 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
         return c * inner.gradients(engine.at(further), rows) + (1 - c) * here
 
     past = max(1, inner.past)
-    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2024_DISK, probe=probe, past=past)
+    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2025_DISK, probe=probe, past=past)
