@@ -17,7 +17,7 @@ from torch import Tensor
 
 import clipwise as cw
 import naive
-from clipwise import methods, models
+from clipwise import methods, models, postprocess
 from clipwise.methods import METHODS, Method, papers, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
@@ -412,3 +412,17 @@ def test_what_to_cite_are_the_papers_of_all_parts_each_once() -> None:
         "mcmahan2018general": ["layerwise"],
         "abadi2016deep": ["flat"],
     }
+
+
+def test_post_processing_is_cited_too_and_together_with_methods() -> None:
+    cited = [cw.inner_momentum(), postprocess.parse("heavy_ball(0.9) | average(0.5) | low_pass | adam_bc"), cw.psac()]
+    assert {paper.key: names for paper, names in papers(cited).items()} == {
+        "xiao2023theory": ["inner_momentum", "heavy_ball"],
+        "abadi2016deep": ["flat"],
+        "zhang2024doppler": ["low_pass"],
+        "tang2024dp": ["adam_bc"],
+        "xia2023differentially": ["psac"],
+    }
+    assert papers([postprocess.identity(), postprocess.average()]) == {}
+    within = postprocess.chain(postprocess.identity(), postprocess.parse("outer_momentum | low_pass"))
+    assert list(papers([within]).values()) == [["outer_momentum"], ["low_pass"]]

@@ -1,4 +1,4 @@
-"""The papers that methods come from.
+"""The papers that methods and post-processing come from.
 
 Receives: nothing.
 Gives: one Citation each, for ``clipwise cite`` and reports.
@@ -67,6 +67,13 @@ PARK_2023 = Citation(
     "International Conference on Machine Learning",
     2023,
 )
+TANG_2024 = Citation(
+    "tang2024dp",
+    "Tang, Qiaoyue and Shpilevskiy, Frederick and Lécuyer, Mathias",
+    "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)",
+    "AAAI Conference on Artificial Intelligence",
+    2024,
+)
 XIA_2023 = Citation(
     "xia2023differentially",
     "Xia, Tianyu and Shen, Shuheng and Yao, Su and Fu, Xinyi and Xu, Ke and Xu, Xiaolong and Fu, Xing",
@@ -94,6 +101,13 @@ ZHANG_2024_DICE = Citation(
     "Zhang, Xinwei and Bu, Zhiqi and Wu, Zhiwei Steven and Hong, Mingyi",
     "Differentially Private SGD Without Clipping Bias: An Error-Feedback Approach",
     "International Conference on Learning Representations",
+    2024,
+)
+ZHANG_2024_DOPPLER = Citation(
+    "zhang2024doppler",
+    "Zhang, Xinwei and Bu, Zhiqi and Hong, Mingyi and Razaviyayn, Meisam",
+    "DOPPLER: Differentially Private Optimizers with Low-pass Filter for Privacy Noise Reduction",
+    "Advances in Neural Information Processing Systems",
     2024,
 )
 ZHANG_2025_DISK = Citation(

@@ -2,7 +2,7 @@
 
 Receives: a weight function with its bound, where gradients are taken, and what else the method asks for.
 Gives: Method, whose ``blocks`` for given parameters and whose ``gradients`` of a chunk are all that a step needs;
-papers, what to cite for methods.
+papers, what to cite for methods and post-processing.
 """
 
 from __future__ import annotations
@@ -200,12 +200,31 @@ def wrapped(base: Method, factory: Callable[..., Method], settings: Mapping[str,
     )
 
 
-def papers(methods: Iterable[Method]) -> dict[Citation, list[str]]:
-    """What to cite for these methods and those they are made of: each paper once, with the methods it stands for."""
+class Cited(Protocol):
+    """What has a name and perhaps a paper behind it: a method, or post-processing of what it released."""
+
+    @property
+    def name(self) -> str:
+        """As it is called in an expression."""
+        ...
+
+    @property
+    def citation(self) -> Citation | None:
+        """Where it comes from."""
+        ...
+
+    def parts(self) -> Iterator[Cited]:
+        """All that it is made of."""
+        ...
+
+
+def papers(cited: Iterable[Cited]) -> dict[Citation, list[str]]:
+    """What to cite for these and what they are made of: each paper once, with the names that it stands for."""
     found: dict[Citation, list[str]] = {}
-    for part in (part for method in methods for part in method.parts()):
-        names = found.setdefault(part.citation, [])
-        names += [part.name] if part.name not in names else []
+    for part in (part for one in cited for part in one.parts()):
+        if part.citation is not None:
+            names = found.setdefault(part.citation, [])
+            names += [part.name] if part.name not in names else []
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.methods.citations import TANG_2024, XIAO_2023, ZHANG_2024_DOPPLER
 from clipwise.postprocess.post import Post, State
 from clipwise.types import Gradient, InputError, at_least_zero, fraction, positive
 
@@ -24,19 +25,28 @@ def heavy_ball(beta: float = 0.9) -> Post:
     beta = at_least_zero("beta", beta)
     if beta >= 1:
         raise InputError(f"beta must be below 1, got {beta!r}: write for instance heavy_ball(0.9)")
-    return Post(f"heavy_ball(beta={beta!r})", lambda state, gradient, noise: _recursive(state, gradient, beta, 1.0))
+    return Post(
+        f"heavy_ball(beta={beta!r})",
+        lambda state, gradient, noise: _recursive(state, gradient, beta, 1.0),
+        XIAO_2023,
+    )
 
 
 def outer_momentum(rate: float = 0.6) -> Post:
     """M_t = (1 − γ1) M_{t−1} + G̃_t: paper 0, equation 14, as printed."""
     rate = fraction("rate", rate)
     return Post(
-        f"outer_momentum(rate={rate!r})", lambda state, gradient, noise: _recursive(state, gradient, 1 - rate, 1.0)
+        f"outer_momentum(rate={rate!r})",
+        lambda state, gradient, noise: _recursive(state, gradient, 1 - rate, 1.0),
+        XIAO_2023,
     )
 
 
 def average(gain: float = 0.1) -> Post:
-    """m_t = (1 − κ) m_{t−1} + κ G̃_t, beginning with m_1 = G̃_1: an exponential average, and DiSK's filter."""
+    """m_t = (1 − κ) m_{t−1} + κ G̃_t, beginning with m_1 = G̃_1: an exponential average, and DiSK's filter.
+
+    By itself it has no paper: DiSK's is cited for the method ``disk``, which it goes with.
+    """
     gain = fraction("gain", gain)
 
     def apply(state: State, gradient: Gradient, noise: Mapping[str, float]) -> tuple[State, Gradient]:
@@ -76,7 +86,7 @@ def low_pass(inputs: Sequence[float] = (0.1, 0.1), outputs: Sequence[float] = (-
         update = {name: now[name] / gain for name in gradient}
         return [given, [now, *made][: len(a)]], update
 
-    return Post(f"low_pass(inputs={list(b)!r}, outputs={list(a)!r})", apply)
+    return Post(f"low_pass(inputs={list(b)!r}, outputs={list(a)!r})", apply, ZHANG_2024_DOPPLER)
 
 
 def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Post:
@@ -99,7 +109,7 @@ def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Po
         update = {name: (m[name] / first) / (v[name] / second - noise[name] ** 2).clamp(min=floor).sqrt() for name in m}
         return (step, m, v), update
 
-    return Post(f"adam_bc(beta1={beta1!r}, beta2={beta2!r}, floor={floor!r})", apply)
+    return Post(f"adam_bc(beta1={beta1!r}, beta2={beta2!r}, floor={floor!r})", apply, TANG_2024)
 
 
 def _recursive(state: State, gradient: Gradient, keep: float, add: float) -> tuple[State, Gradient]:
