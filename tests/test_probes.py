@@ -682,6 +682,8 @@ def test_adam_bc_takes_the_noise_out_of_the_second_moment() -> None:
         "low_pass((), ())",
         "low_pass((0.5, -0.5), ())",
         "adam_bc(1.0)",
+        "adam_bc(floor=1e-50)",
+        "adam_bc(floor=1e50)",
         "flat(1.0)",
         "heavy",
         "",

@@ -11,8 +11,8 @@ from typing import get_args
 
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Feedback, Memory, Method, base_of, wrapped
-from clipwise.types import InputError, Refused, at_least_zero, one_of, whole
+from clipwise.methods.method import Feedback, Memory, Method, base_of, length, wrapped
+from clipwise.types import InputError, Refused, one_of, whole
 
 
 def dice(
@@ -30,7 +30,7 @@ def dice(
     With an Adam optimizer this is Algorithm 3; ``automatic`` with ``normalised`` is Algorithm 4.
     """
     inner = base_of(dice, base, flat)
-    feedback_norm = at_least_zero("feedback_norm", feedback_norm)
+    feedback_norm = length("feedback_norm", feedback_norm, least=0.0)
     one_of("memory", memory, get_args(Memory))
     blocks = whole("blocks", blocks)
     if inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import ZHANG_2025_DISK
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, base_of, wrapped
-from clipwise.types import Batch, fraction, positive
+from clipwise.methods.method import Engine, Method, base_of, length, wrapped
+from clipwise.types import Batch, fraction
 
 if TYPE_CHECKING:
     from clipwise.records import SampleGradients
@@ -25,8 +25,8 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
     base's gradient.
     """
     inner = base_of(disk, base, flat)
-    gain, ahead = fraction("gain", gain), positive("ahead", ahead)
-    c = (1 - gain) / (gain * ahead)
+    gain, ahead = length("gain", fraction("gain", gain)), length("ahead", ahead)
+    c = length("(1 − gain)/(gain · ahead)", (1 - gain) / (gain * ahead), least=0.0)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         here = inner.gradients(engine, rows)

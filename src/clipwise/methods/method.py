@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
-from clipwise.types import Batch, Citation, Gradient, InputError, Released, positive
+from clipwise.types import Batch, Citation, Gradient, InputError, Released, at_least_zero, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,6 +173,17 @@ class Method:
         return f"{self.name}({', '.join(f'{key}={_written(value)}' for key, value in self.settings.items())})"
 
 
+def length(name: str, value: float, *, least: float = 1e-18) -> float:
+    """The value, if float32 can hold its square; norms and weights beyond that are not finite, or nothing is left."""
+    value = positive(name, value) if least else at_least_zero(name, value)
+    if not least <= value <= 1e18:
+        raise InputError(
+            f"{name} must be from {least:g} to 1e+18, so that float32 can hold its square, got {value!r}: "
+            "write a number nearer to 1"
+        )
+    return value
+
+
 def base_of(factory: Callable[..., Method], base: Method | None, default: Callable[[], Method]) -> Method:
     """The method that a factory is to wrap: the one given, or the default."""
     method = default() if base is None else base
@@ -254,4 +265,4 @@ def rescaled(method: Method, clip_norm: float) -> Method:
 
     if "clip_norm" not in method.settings or method.count is not None or method.split is not None:
         raise InputError(f"expected a method with one clip norm such as flat(1.0), got {method}")
-    return METHODS[method.name](**{**method.settings, "clip_norm": positive("clip_norm", clip_norm)})
+    return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})

@@ -95,7 +95,8 @@ def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Po
     m̂/√max(v̂ − (σC/B)², floor), to be used with plain SGD as the optimizer; ``floor`` is γ' of the paper.
     """
     beta1, beta2 = at_least_zero("beta1", beta1), at_least_zero("beta2", beta2)
-    floor = positive("floor", floor)
+    if not 1e-36 <= positive("floor", floor) <= 1e36:  # what float32 holds, with some room
+        raise InputError(f"floor must be from 1e-36 to 1e+36, got {floor!r}: write for instance adam_bc(floor=1e-8)")
     if beta1 >= 1 or beta2 >= 1:
         raise InputError(f"beta1 and beta2 must be below 1, got {beta1!r} and {beta2!r}")
 
