@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from clipwise import make_private
 from clipwise.data import Arrays, Splits, load
 from clipwise.data.load import SETS
-from clipwise.data.tables import KNOWN
+from clipwise.data.published import PUBLISHED
 from clipwise.types import InputError
 
 RANDOM = np.random.RandomState(5)
@@ -649,7 +649,7 @@ def test_adult_is_read_from_uci_s_files(tmp_path: Path) -> None:
 
 
 def test_wine_california_and_sst2_are_read_from_their_files(tmp_path: Path) -> None:
-    names = [item.split(":")[0] for item in re.findall(r"columns=([^&]*)", KNOWN["wine_red"].options)[0].split(",")]
+    names = [item.split(":")[0] for item in re.findall(r"columns=([^&]*)", PUBLISHED["wine_red"].options)[0].split(",")]
     head = ";".join(f'"{name}"' for name in [*names, "quality"])
     row = "\n7.4;0.7;0;1.9;0.076;11;34;0.9978;3.51;0.56;9.4;5"
     written(tmp_path, {"winequality-red.csv": (head + 6 * row).encode()})
@@ -668,7 +668,7 @@ def test_wine_california_and_sst2_are_read_from_their_files(tmp_path: Path) -> N
     assert every(splits.train)[1].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_said_of_a_known_table_cannot_be_said_otherwise(name: str, tmp_path: Path) -> None:
     refused(f"{name}:{tmp_path}?label=x:0..1", f"unknown option of {name}, 'label'")
 

@@ -6,6 +6,7 @@ Gives: agreement in float64, limits, the adaptive quantile, schedules, and the n
 
 import copy
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor
 
 import clipwise as cw
 import naive
+from clipwise import methods, models, postprocess
 from clipwise.methods import METHODS, Method, papers, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import SampleGradients, written
 from clipwise.step import MARGIN, private_sum
-from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Released
+from clipwise.types import Citation, InputError, Part, PoissonGaussian, PrivateSum, Released
 
 BLOCKS = {"a.weight": 5, "a.bias": 2, "b.weight": 4}
 LAYERS = ((0, 7), (7, 11))  # columns of the layers a and b
@@ -346,10 +348,39 @@ def test_methods_are_frozen_and_cite_their_paper() -> None:
         method = factory()
         with pytest.raises(AttributeError):
             method.bound = 2.0  # type: ignore[misc]
-        assert method.name == name
-        assert (
-            method.citation.bibtex().startswith("@inproceedings{") and method.citation.title in method.citation.bibtex()
-        )
+        assert method.name == name and method.citation.title in method.citation.bibtex()
+
+
+CITATIONS = [
+    paper
+    for module in (methods.citations, models.citations)
+    for paper in vars(module).values()
+    if type(paper) is Citation
+]
+# the fields that BibTeX requires of a kind; of a misc it requires none, but where to find it should be there
+REQUIRED = {
+    "inproceedings": {"author", "title", "booktitle", "year"},
+    "article": {"author", "title", "journal", "year"},
+    "misc": {"author", "title", "howpublished", "year"},
+}
+
+
+@pytest.mark.parametrize("paper", CITATIONS, ids=lambda paper: paper.key)
+def test_a_citation_is_of_the_kind_of_its_venue_and_has_what_that_requires(paper: Citation) -> None:
+    head, *lines, last = paper.bibtex().split("\n")
+    entry = re.fullmatch(r"@(\w+)\{(\w+),", head)
+    fields = [re.fullmatch(r"  (\w+) = \{([^{}]+)\},", line) for line in lines]
+    assert entry and all(fields) and last == "}"
+    found = {field[1]: field[2] for field in fields if field}
+    assert (entry[1], entry[2]) == (paper.kind, paper.key) and str(paper.year) in paper.key
+    assert found.keys() == REQUIRED[paper.kind] and {paper.authors, paper.title, paper.venue} <= set(found.values())
+    meeting = any(word in paper.venue for word in ("Conference", "Symposium", "Workshop", "Advances in"))
+    assert (paper.kind == "inproceedings") == meeting
+    assert not paper.venue.startswith("arXiv") or paper.kind in ("misc", "article")
+
+
+def test_no_two_papers_share_a_key() -> None:
+    assert len({paper.key for paper in CITATIONS}) == len(CITATIONS) > 20
 
 
 @pytest.mark.parametrize(
@@ -381,3 +412,17 @@ def test_what_to_cite_are_the_papers_of_all_parts_each_once() -> None:
         "mcmahan2018general": ["layerwise"],
         "abadi2016deep": ["flat"],
     }
+
+
+def test_post_processing_is_cited_too_and_together_with_methods() -> None:
+    cited = [cw.inner_momentum(), postprocess.parse("heavy_ball(0.9) | average(0.5) | low_pass | adam_bc"), cw.psac()]
+    assert {paper.key: names for paper, names in papers(cited).items()} == {
+        "xiao2023theory": ["inner_momentum", "heavy_ball"],
+        "abadi2016deep": ["flat"],
+        "zhang2024doppler": ["low_pass"],
+        "tang2024dp": ["adam_bc"],
+        "xia2023differentially": ["psac"],
+    }
+    assert papers([postprocess.identity(), postprocess.average()]) == {}
+    within = postprocess.chain(postprocess.identity(), postprocess.parse("outer_momentum | low_pass"))
+    assert list(papers([within]).values()) == [["outer_momentum"], ["low_pass"]]

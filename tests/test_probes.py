@@ -4,6 +4,7 @@ Receives: a small smooth network in float64, its data, and ``naive``, which was 
 Gives: per-sample terms, whole trajectories (with noise too small to see), neutral settings, combinations, refusals.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import clipwise as cw
 import naive
 from clipwise import methods, models, postprocess
-from clipwise.data.views import batch_views
+from clipwise.data import views as views_of
 from clipwise.engine import Here
 from clipwise.methods import Method
 from clipwise.randomness import SeededStream
@@ -117,6 +118,22 @@ def test_inner_momentum_is_equation_13_over_its_weights(plain: Plain, horizon: i
         close(v, naive.inner_momentum(iterates, sample, plain.grad, 0.3, horizon))
 
 
+def test_views_are_of_a_batch_s_first_tensor_and_the_others_are_repeated_to_match(plain: Plain) -> None:
+    Pair = namedtuple("Pair", ["x", "y"])
+    x, y = torch.rand(4, 3, 16, 16), torch.tensor([3, 1, 2, 0])
+    here, expected = replace(engine(plain.model, 4), seed=6), views_of(x, 2, 6)
+    batch: Any
+    for batch in ((x, y), [x, y], Pair(x, y)):
+        found = here.views(batch, 2, "crop-flip")
+        assert type(found) is type(batch)
+        assert torch.equal(found[0], expected) and found[1].tolist() == [3, 3, 1, 1, 2, 2, 0, 0]
+    found = here.views({"x": x, "y": y}, 2, "crop-flip")
+    assert torch.equal(found["x"], expected) and found["y"].tolist() == [3, 3, 1, 1, 2, 2, 0, 0]
+    assert torch.equal(here.views(x, 2, "crop-flip"), expected)
+    none = replace(engine(plain.model, 0), seed=6).views((x[:0], y[:0]), 2, "crop-flip")
+    assert [t.shape for t in none] == [(0, 3, 16, 16), (0,)]
+
+
 def test_self_augmentation_is_the_mean_over_views() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).double()
@@ -126,7 +143,7 @@ def test_self_augmentation_is_the_mean_over_views() -> None:
     keys = torch.tensor([7, 3, 11, 2, 5])
     method = cw.self_augmentation(cw.flat(1.0), views=4)
     found = method.gradients(replace(engine(model, 5), keys=keys, seed=9), batch)
-    seen = batch_views(batch, 4, 9, "crop-flip", keys)
+    seen = views_of(x, 4, 9, "crop-flip", keys), batch[1].repeat_interleave(4)
     assert found.samples == 5
     for i, v in enumerate(vectors(found, plain)):
         views = [(seen[0][4 * i + k], seen[1][4 * i + k]) for k in range(4)]
@@ -154,7 +171,7 @@ def test_bam_with_views_uses_the_mean_over_the_same_views_in_both_passes(form: A
     plain, batch = Plain(model), (torch.randn(4, 1, 8, 8, dtype=torch.float64), torch.arange(4) % 3)
     method = cw.bam(cw.self_augmentation(cw.flat(1.0), views=3), radius=0.2, form=form)
     found = method.gradients(replace(engine(model, 4), seed=5), batch)
-    seen = batch_views(batch, 3, 5, "crop-flip", torch.arange(4))
+    seen = views_of(batch[0], 3, 5, "crop-flip"), batch[1].repeat_interleave(3)
     grad, hvp = naive.over_views(plain.grad), naive.over_views(plain.hvp)
     for i, v in enumerate(vectors(found, plain)):
         views = [(seen[0][3 * i + k], seen[1][3 * i + k]) for k in range(3)]
@@ -617,6 +634,37 @@ def test_filters_are_their_recursions(text: str, expected: Sequence[Array]) -> N
     close(filtered(text, RELEASED), expected)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "step"),
+    [
+        ((0.0, 1.0), (), 1),  # a delay: nothing comes out of the first step
+        ((0.5, -0.5, 1.0), (), 2),
+        ((0.3, -0.1, -0.2, 1.0), (), 3),  # cancels but for rounding
+        ((1.0, -0.5, 0.5), (0.5,), 2),
+        ((1e-50,), (), 1),  # float32 has no such number
+        ((1e30, 1.0), (), 1),
+    ],
+)
+def test_a_filter_that_would_divide_by_nothing_is_refused_with_its_step(
+    inputs: tuple[float, ...], outputs: tuple[float, ...], step: int
+) -> None:
+    with pytest.raises(InputError, match=f"gain must not vanish .* at step {step} of .* write a positive input first"):
+        postprocess.low_pass(inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [((1e-6, 1.0), ()), ((0.5, -0.4, 0.9), ()), ((1.0, -1.5, 0.7), (-0.9,)), ((0.1,), (-0.999,))]
+)
+def test_a_filter_whose_gain_never_vanishes_gives_a_constant_back(
+    inputs: tuple[float, ...], outputs: tuple[float, ...]
+) -> None:
+    post, state = postprocess.low_pass(inputs, outputs), None
+    constant = {"a": torch.tensor([1.0, -2.0])}
+    for _ in range(50):
+        state, update = post.apply(state, constant, {"a": 0.0})
+        torch.testing.assert_close(update, constant, rtol=1e-4, atol=0)
+
+
 def test_adam_bc_takes_the_noise_out_of_the_second_moment() -> None:
     theta, moments = np.zeros(5), (np.zeros(5), np.zeros(5))
     for t, (g, update) in enumerate(zip(RELEASED, filtered("adam_bc(0.9, 0.99, 1e-3)", RELEASED, 0.5), strict=True), 1):
@@ -634,6 +682,8 @@ def test_adam_bc_takes_the_noise_out_of_the_second_moment() -> None:
         "low_pass((), ())",
         "low_pass((0.5, -0.5), ())",
         "adam_bc(1.0)",
+        "adam_bc(floor=1e-50)",
+        "adam_bc(floor=1e50)",
         "flat(1.0)",
         "heavy",
         "",

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from clipwise.randomness import SecureStream, SeededStream
-from clipwise.sampling import chunks, poisson
+from clipwise.sampling import chunks, poisson, units
 from clipwise.types import InputError
 
 SIZE, RATE, DRAWS = 500, 0.07, 2000
@@ -117,3 +117,55 @@ def test_an_empty_draw_gives_one_empty_chunk() -> None:
 def test_a_chunk_that_is_no_size_is_an_error_at_once(most: int) -> None:
     with pytest.raises(InputError, match="chunk must be a whole number"):
         chunks(torch.arange(3), most)
+
+
+class Given:
+    """A stream of numbers that the test chose."""
+
+    name = "given"
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+
+    def uniform(self, count: int) -> torch.Tensor:
+        assert count == len(self.numbers)
+        return self.numbers
+
+
+def units_by_definition(indices: torch.Tensor, tags: list[int], most: int) -> list[tuple[list[list[int]], list[int]]]:
+    """Pieces of units, one comparison at a time: ([unit][place], how many places of each unit are taken)."""
+    groups = [[int(i) for i, own in zip(indices, tags, strict=True) if own == tag] for tag in sorted(set(tags))]
+    groups.sort(key=lambda group: -len(group))
+    pieces: list[list[list[int]]] = [[]]
+    for group in groups:
+        if pieces[-1] and (len(pieces[-1]) + 1) * len(pieces[-1][0]) > most:
+            pieces.append([])
+        pieces[-1].append(group)
+    return [
+        ([group + [group[0]] * (len(piece[0]) - len(group)) for group in piece], [len(group) for group in piece])
+        for piece in pieces
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 3, 40, 1000])
+@pytest.mark.parametrize("most", [1, 16, 10_000])
+def test_units_are_those_of_the_definition_in_the_same_order(count: int, most: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for samples in (1, 2, 37, 120):
+        indices = torch.randperm(500, generator=generator)[:samples]
+        numbers = torch.rand(samples, generator=generator, dtype=torch.float64)
+        found = [
+            (piece.tolist(), keep.sum(1).tolist(), keep) for piece, keep in units(indices, count, most, Given(numbers))
+        ]
+        expected = units_by_definition(indices, [int(number * count) for number in numbers], most)
+        assert [(rows, taken) for rows, taken, _ in found] == expected
+        for _, taken, keep in found:  # the places that were taken are the first ones
+            assert keep.tolist() == [[place < own for place in range(keep.shape[1])] for own in taken]
+
+
+def test_units_of_a_large_batch_are_made_in_seconds() -> None:
+    start = time.perf_counter()
+    pieces = list(units(torch.arange(80_000), 20_000, 4096, SeededStream(3)))
+    assert time.perf_counter() - start < 3  # comparing every sample with every unit takes seven
+    everyone = torch.cat([samples[keep] for samples, keep in pieces])
+    assert torch.equal(everyone.sort().values, torch.arange(80_000))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipwise.data import batch_views, views
+from clipwise.data import views
 from clipwise.types import InputError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
@@ -128,19 +127,6 @@ def test_no_augmentation_repeats_each_row_and_one_view_of_it_is_the_row_itself()
 
 def test_an_empty_batch_has_no_views() -> None:
     assert views(pictures(3)[:0], 4, 1).shape == (0, 3, 16, 16)
-    x, y = batch_views((pictures(3)[:0], torch.zeros(0)), 4, 1)
-    assert x.shape == (0, 3, 16, 16) and y.shape == (0,)
-
-
-def test_a_batch_is_viewed_and_its_labels_are_repeated_to_match() -> None:
-    Pair = collections.namedtuple("Pair", ["x", "y"])
-    x, y = pictures(4), torch.tensor([3, 1, 2, 0])
-    batch: Any
-    for batch in ((x, y), [x, y], Pair(x, y)):
-        found = batch_views(batch, 2, 6)
-        assert type(found) is type(batch)
-        assert torch.equal(found[0], views(x, 2, 6)) and found[1].tolist() == [3, 3, 1, 1, 2, 2, 0, 0]
-    assert torch.equal(batch_views(x, 2, 6), views(x, 2, 6))
 
 
 def test_channels_in_another_memory_order_give_the_same_views() -> None:
@@ -164,9 +150,3 @@ def test_what_cannot_be_viewed_is_an_error_of_one_line(arguments: Any, message: 
     with pytest.raises(InputError, match=message) as caught:
         views(*arguments)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("batch", [{"x": pictures(2)}, (), ("text",), None])
-def test_a_batch_without_a_first_tensor_is_an_error(batch: Any) -> None:
-    with pytest.raises(InputError, match="views need batches"):
-        batch_views(batch, 2, 0)

@@ -53,7 +53,8 @@ def units(indices: Tensor, count: int, most: int, stream: Stream) -> Iterator[tu
         yield indices.reshape(0, 1), torch.zeros(0, 1, dtype=torch.bool)
         return
     tags = (stream.uniform(len(indices)) * max(1, count)).long()
-    groups = [indices[tags == tag] for tag in tags.unique()]
+    sizes = tags.unique(return_counts=True)[1].tolist()
+    groups = indices[tags.argsort(stable=True)].split(sizes)  # ascending tags; in a group, samples as they were
     piece: list[Tensor] = []
     for group in sorted(groups, key=len, reverse=True):  # by size, so that few places stay empty
         if piece and (len(piece) + 1) * len(piece[0]) > most:
@@ -64,7 +65,7 @@ def units(indices: Tensor, count: int, most: int, stream: Stream) -> Iterator[tu
 
 
 def _padded(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
-    places = len(groups[0])
-    padded = torch.stack([torch.cat([g, g[:1].expand(places - len(g))]) for g in groups])
-    keep = torch.stack([torch.arange(places) < len(g) for g in groups])
+    keep = torch.arange(len(groups[0])) < torch.tensor([len(group) for group in groups])[:, None]
+    padded = torch.stack([group[:1] for group in groups]).repeat(1, len(groups[0]))
+    padded[keep] = torch.cat(groups)
     return padded, keep

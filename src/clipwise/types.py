@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,12 +135,14 @@ class Citation:
     title: str
     venue: str
     year: int
+    kind: Literal["inproceedings", "article", "misc"] = "inproceedings"
 
     def bibtex(self) -> str:
-        """One BibTeX entry."""
+        """One BibTeX entry; where it appeared stands in the field that its kind has for it."""
+        place = {"inproceedings": "booktitle", "article": "journal", "misc": "howpublished"}[self.kind]
         return (
-            f"@inproceedings{{{self.key},\n  author = {{{self.authors}}},\n  title = {{{self.title}}},\n"
-            f"  booktitle = {{{self.venue}}},\n  year = {{{self.year}}},\n}}"
+            f"@{self.kind}{{{self.key},\n  author = {{{self.authors}}},\n  title = {{{self.title}}},\n"
+            f"  {place} = {{{self.venue}}},\n  year = {{{self.year}}},\n}}"
         )
 
 

@@ -7,6 +7,6 @@ Gives: data sets with ``rows(indices) -> batch``, ``Splits`` of a named one, and
 from clipwise.data.datasets import Arrays, RowDataset, Samples, as_dataset
 from clipwise.data.load import load
 from clipwise.data.splits import Splits
-from clipwise.data.views import batch_views, views
+from clipwise.data.views import views
 
-__all__ = ["Arrays", "RowDataset", "Samples", "Splits", "as_dataset", "batch_views", "load", "views"]
+__all__ = ["Arrays", "RowDataset", "Samples", "Splits", "as_dataset", "load", "views"]

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clipwise.data import images, tables
+from clipwise.data import images, published, tables
 from clipwise.data.datasets import Arrays, Prepare, check_finite
 from clipwise.data.source import Source, parsed
 from clipwise.data.splits import Splits, divided, taken
@@ -221,7 +221,8 @@ SETS = {
     "svhn": _Set("DIR", images.svhn, _IMAGES),
     "imdb": _Set("DIR", imdb, _TEXT),
     **{
-        name: _Set("DIR", tables.known, _TEXT if "text=" in tables.KNOWN[name].options else ()) for name in tables.KNOWN
+        name: _Set("DIR", published.table, _TEXT if "text=" in known.options else ())
+        for name, known in published.PUBLISHED.items()
     },
     "csv": _Set("PATH", tables.from_csv, (*_TABLE, "separator", "names")),
     "jsonl": _Set("PATH", tables.from_jsonl, _TABLE),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipwise.types import Batch, InputError, one_of, whole
+from clipwise.types import InputError, one_of, whole
 
 AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 PAD = 4  # pixels that are mirrored at each border before a crop
@@ -54,17 +54,6 @@ def views(x: Tensor, count: int, seed: int, augment: str = "crop-flip", keys: Te
     shape = (n, count, channels, height * width)
     places = places.reshape(n, count, 1, height * width).expand(shape)
     return x.reshape(n, 1, channels, height * width).expand(shape).gather(3, places).view(-1, *x.shape[1:])
-
-
-def batch_views(batch: Batch, count: int, seed: int, augment: str = "crop-flip", keys: Tensor | None = None) -> Batch:
-    """The same for a batch (pictures, labels, …): its first tensor is viewed, the others are repeated to match."""
-    if isinstance(batch, Tensor):
-        return views(batch, count, seed, augment, keys)
-    if not (isinstance(batch, (tuple, list)) and batch and all(isinstance(column, Tensor) for column in batch)):
-        raise InputError(f"views need batches (pictures, labels), got {type(batch).__name__}: write data=(x, y)")
-    first, *others = batch
-    columns = [views(first, count, seed, augment, keys), *(column.repeat_interleave(count, 0) for column in others)]
-    return type(batch)(*columns) if hasattr(batch, "_fields") else type(batch)(columns)
 
 
 def _keys(x: Tensor, keys: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ Gives: the Method; ``str(method)`` is the expression again.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from clipwise.methods.flat import flat
 from clipwise.methods.global_ import global_
 from clipwise.methods.inner_momentum import inner_momentum
 from clipwise.methods.layerwise import layerwise
-from clipwise.methods.method import Block, Count, Engine, Feedback, Method, Relation, papers
+from clipwise.methods.method import Block, Count, Engine, Feedback, Memory, Method, papers
 from clipwise.methods.momentum_per_sample import momentum_per_sample
 from clipwise.methods.normalised import normalised
 from clipwise.methods.p_average import p_average
@@ -75,7 +76,8 @@ def _made(node: ast.expr, text: str, names: Mapping[str, Callable[..., Any]], ki
         factory = names[one_of(kind, node.func.id, names)]
         args = [_made(a, text, names, kind) for a in node.args]
         kwargs = {str(k.arg): _made(k.value, text, names, kind) for k in node.keywords}  # ** has no name: unknown
-        known = factory.__code__.co_varnames[: factory.__code__.co_argcount]
+        options = inspect.signature(factory).parameters.values()
+        known = [o.name for o in options if o.kind in (o.POSITIONAL_OR_KEYWORD, o.KEYWORD_ONLY)]
         for key in kwargs:
             one_of(f"option of {node.func.id}", key, known)
         try:
@@ -99,8 +101,8 @@ __all__ = [
     "Count",
     "Engine",
     "Feedback",
+    "Memory",
     "Method",
-    "Relation",
     "adaptive",
     "automatic",
     "bam",

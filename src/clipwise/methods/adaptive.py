@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import ANDREW_2021
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Count, Method
+from clipwise.methods.method import Count, Method, length
 from clipwise.types import Released, fraction, positive
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def adaptive(clip_norm: float = 1.0, quantile: float = 0.5, rate: float = 0.2, c
     ``count_share`` = (σ/2s_b)², so s_b = σ/(2√share) and s_g = σ/√(1 − share). The update divides by the expected
     number of units, which are samples unless ``p_average`` merges them; never by the realised one.
     """
-    now = positive("clip_norm", clip_norm)
+    now = length("clip_norm", clip_norm)
     quantile, rate = fraction("quantile", quantile, open_end=True), positive("rate", rate)
     share = fraction("count_share", count_share, open_end=True)
 

@@ -5,13 +5,12 @@ Gives: a Method with w(n) = C/(n + γ).
 """
 
 from clipwise.methods.citations import BU_2023_AUTOMATIC
-from clipwise.methods.method import Method
-from clipwise.types import positive
+from clipwise.methods.method import Method, length
 
 
 def automatic(clip_norm: float = 1.0, gamma: float = 0.01) -> Method:
     """Auto-S of Bu et al. 2023 (γ = 0.01 there; Xia et al. 2023 compare with 0.1)."""
-    bound, gamma = positive("clip_norm", clip_norm), positive("gamma", gamma)
+    bound, gamma = length("clip_norm", clip_norm), length("gamma", gamma)
     return Method(
         "automatic",
         BU_2023_AUTOMATIC,

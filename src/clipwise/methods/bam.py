@@ -6,12 +6,12 @@ Gives: a Method with the base's weights and bound: a sample's displacement depen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from clipwise.methods.citations import KNOLLE_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
-from clipwise.types import Batch, at_least_zero, fraction, one_of
+from clipwise.methods.method import Engine, Method, base_of, length, wrapped
+from clipwise.types import Batch, fraction, one_of
 
 if TYPE_CHECKING:
     from clipwise.records import SampleGradients
@@ -24,9 +24,9 @@ def bam(base: Method | None = None, radius: float = 0.02, form: Form = "ascent",
 
     A gradient of zero gives no direction, and so no ascent. Both passes use the same views.
     """
-    inner = flat() if base is None else base
-    radius = at_least_zero("radius", radius)
-    one_of("form", form, ("ascent", "exact"))
+    inner = base_of(bam, base, flat)
+    radius = length("radius", radius, least=0.0)
+    one_of("form", form, get_args(Form))
     alpha = fraction("alpha", alpha)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:

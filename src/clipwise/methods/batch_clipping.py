@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import XIAO_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, whole
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ def batch_clipping(base: Method | None = None, companions: int = 3) -> Method:
     The model must be ``clipwise.models.Accompanied``, whose BatchNorm sees one unit at a time and keeps no statistics;
     the public inputs are ``make_private(public=…)``, and no public label is used.
     """
-    inner = flat() if base is None else base
+    inner = base_of(batch_clipping, base, flat)
     companions = whole("companions", companions, least=0)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         return inner.gradients(engine, engine.companions(rows, companions) if companions else rows)
 
-    rows = (1 + companions) * (inner.rows if isinstance(inner, Method) else 1)
+    rows = (1 + companions) * inner.rows
     settings = {"companions": companions}
     return wrapped(inner, batch_clipping, settings, citation=XIAO_2023, probe=probe, rows=rows, companions=companions)

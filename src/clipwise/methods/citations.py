@@ -1,4 +1,4 @@
-"""The papers that methods come from.
+"""The papers that methods and post-processing come from.
 
 Receives: nothing.
 Gives: one Citation each, for ``clipwise cite`` and reports.
@@ -34,6 +34,7 @@ BU_2023_CONVERGENCE = Citation(
     "On the Convergence and Calibration of Deep Learning with Differential Privacy",
     "Transactions on Machine Learning Research",
     2023,
+    "article",
 )
 DE_2022 = Citation(
     "de2022unlocking",
@@ -41,6 +42,7 @@ DE_2022 = Citation(
     "Unlocking High-Accuracy Differentially Private Image Classification through Scale",
     "arXiv 2204.13650",
     2022,
+    "misc",
 )
 KNOLLE_2023 = Citation(
     "knolle2023bias",
@@ -48,6 +50,7 @@ KNOLLE_2023 = Citation(
     "Bias-Aware Minimisation: Understanding and Mitigating Estimator Bias in Private SGD",
     "arXiv 2308.12018",
     2023,
+    "misc",
 )
 MCMAHAN_2018 = Citation(
     "mcmahan2018general",
@@ -63,6 +66,13 @@ PARK_2023 = Citation(
     "Differentially Private Sharpness-Aware Training",
     "International Conference on Machine Learning",
     2023,
+)
+TANG_2024 = Citation(
+    "tang2024dp",
+    "Tang, Qiaoyue and Shpilevskiy, Frederick and Lécuyer, Mathias",
+    "DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias Correction)",
+    "AAAI Conference on Artificial Intelligence",
+    2024,
 )
 XIA_2023 = Citation(
     "xia2023differentially",
@@ -84,6 +94,7 @@ YANG_2022 = Citation(
     "Normalized/Clipped SGD with Perturbation for Differentially Private Non-Convex Optimization",
     "arXiv 2206.13033",
     2022,
+    "misc",
 )
 ZHANG_2024_DICE = Citation(
     "zhang2024differentially",
@@ -92,8 +103,15 @@ ZHANG_2024_DICE = Citation(
     "International Conference on Learning Representations",
     2024,
 )
-ZHANG_2024_DISK = Citation(
-    "zhang2024disk",
+ZHANG_2024_DOPPLER = Citation(
+    "zhang2024doppler",
+    "Zhang, Xinwei and Bu, Zhiqi and Hong, Mingyi and Razaviyayn, Meisam",
+    "DOPPLER: Differentially Private Optimizers with Low-pass Filter for Privacy Noise Reduction",
+    "Advances in Neural Information Processing Systems",
+    2024,
+)
+ZHANG_2025_DISK = Citation(
+    "zhang2025disk",
     "Zhang, Xinwei and Bu, Zhiqi and Balle, Borja and Hong, Mingyi and Razaviyayn, Meisam and Mirrokni, Vahab",
     "DiSK: Differentially Private Optimizer with Simplified Kalman Filter for Noise Reduction",
     "International Conference on Learning Representations",

@@ -7,10 +7,12 @@ Gives: a Method with private state. The paper's privacy theorem is false: the no
 
 from __future__ import annotations
 
+from typing import get_args
+
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Feedback, Memory, Method, wrapped
-from clipwise.types import InputError, Refused, at_least_zero, one_of, whole
+from clipwise.methods.method import Feedback, Memory, Method, base_of, length, wrapped
+from clipwise.types import InputError, Refused, one_of, whole
 
 
 def dice(
@@ -27,13 +29,11 @@ def dice(
     a group of its own, so that a sample takes part once in so many steps.
     With an Adam optimizer this is Algorithm 3; ``automatic`` with ``normalised`` is Algorithm 4.
     """
-    inner = flat() if base is None else base
-    feedback_norm = at_least_zero("feedback_norm", feedback_norm)
-    one_of("memory", memory, ("full", "none", "blocks", "bounded"))
+    inner = base_of(dice, base, flat)
+    feedback_norm = length("feedback_norm", feedback_norm, least=0.0)
+    one_of("memory", memory, get_args(Memory))
     blocks = whole("blocks", blocks)
-    if isinstance(inner, Method) and (
-        inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback
-    ):
+    if inner.split or inner.count or inner.after or inner.recall or inner.unit > 1 or inner.feedback:
         raise InputError(f"dice takes a method with one fixed bound and no memory such as flat(1.0), got {inner}")
     if automatic and memory == "bounded":
         raise Refused(

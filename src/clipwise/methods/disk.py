@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from clipwise.methods.citations import ZHANG_2024_DISK
+from clipwise.methods.citations import ZHANG_2025_DISK
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
-from clipwise.types import Batch, fraction, positive
+from clipwise.methods.method import Engine, Method, base_of, length, wrapped
+from clipwise.types import Batch, fraction
 
 if TYPE_CHECKING:
     from clipwise.records import SampleGradients
@@ -24,9 +24,9 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
     The combination is made before clipping, so that one bound holds for it. At κ = 1, and in the first step, it is the
     base's gradient.
     """
-    inner = flat() if base is None else base
-    gain, ahead = fraction("gain", gain), positive("ahead", ahead)
-    c = (1 - gain) / (gain * ahead)
+    inner = base_of(disk, base, flat)
+    gain, ahead = length("gain", fraction("gain", gain)), length("ahead", ahead)
+    c = length("(1 − gain)/(gain · ahead)", (1 - gain) / (gain * ahead), least=0.0)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         here = inner.gradients(engine, rows)
@@ -35,5 +35,5 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
         further = {name: p + ahead * (p - engine.past[0][name]) for name, p in engine.parameters.items()}
         return c * inner.gradients(engine.at(further), rows) + (1 - c) * here
 
-    past = max(1, inner.past if isinstance(inner, Method) else 0)
-    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2024_DISK, probe=probe, past=past)
+    past = max(1, inner.past)
+    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2025_DISK, probe=probe, past=past)

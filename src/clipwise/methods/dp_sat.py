@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import PARK_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
-from clipwise.types import Batch, at_least_zero
+from clipwise.methods.method import Engine, Method, base_of, length, wrapped
+from clipwise.types import Batch
 
 if TYPE_CHECKING:
     from clipwise.records import SampleGradients
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 def dp_sat(base: Method | None = None, radius: float = 0.086) -> Method:
     """v_i = ∇L_i(θ + ρ G̃_{t−1}/‖G̃_{t−1}‖); the first step is the base's."""
-    inner = flat() if base is None else base
-    radius = at_least_zero("radius", radius)
+    inner = base_of(dp_sat, base, flat)
+    radius = length("radius", radius, least=0.0)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         if engine.released is None or radius == 0:

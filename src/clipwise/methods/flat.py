@@ -5,13 +5,12 @@ Gives: a Method with w(n) = min(1, C/n), so w(n)·n ≤ C.
 """
 
 from clipwise.methods.citations import ABADI_2016
-from clipwise.methods.method import Method
-from clipwise.types import positive
+from clipwise.methods.method import Method, length
 
 
 def flat(clip_norm: float = 1.0) -> Method:
     """DP-SGD's clipping (Abadi et al. 2016, Algorithm 1; "local" clipping in Bu et al. 2023)."""
-    bound = positive("clip_norm", clip_norm)
+    bound = length("clip_norm", clip_norm)
     return Method(
         "flat",
         ABADI_2016,

@@ -5,13 +5,12 @@ Gives: a Method with w(n) = 1 where n ≤ R and 0 beyond.
 """
 
 from clipwise.methods.citations import BU_2023_CONVERGENCE
-from clipwise.methods.method import Method
-from clipwise.types import positive
+from clipwise.methods.method import Method, length
 
 
 def global_(clip_norm: float = 1.0) -> Method:
     """Global clipping (Bu et al. 2023, "On the convergence and calibration…"): a large R with a small step size."""
-    bound = positive("clip_norm", clip_norm)
+    bound = length("clip_norm", clip_norm)
     return Method(
         "global_",
         BU_2023_CONVERGENCE,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import XIAO_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, fraction, whole
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 
 
     The sum is shorter in the first steps. Views of a sample are the same at every iterate.
     """
-    inner = flat() if base is None else base
+    inner = base_of(inner_momentum, base, flat)
     horizon, decay = whole("horizon", horizon, least=0), fraction("decay", decay)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
@@ -37,5 +37,5 @@ def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 
         return ((1 / total) * here).plus(*earlier)
 
     settings = {"horizon": horizon, "decay": decay}
-    past = max(horizon, inner.past if isinstance(inner, Method) else 0)
+    past = max(horizon, inner.past)
     return wrapped(inner, inner_momentum, settings, citation=XIAO_2023, probe=probe, past=past)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from clipwise.methods.citations import MCMAHAN_2018
 from clipwise.methods.flat import flat
@@ -28,7 +28,7 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
     that holds it, and "" holds them all. Noise is σ√ΣC_r² in every block ("equal"), or σ C_r √L ("proportional"):
     both are one Gaussian mechanism with noise multiplier σ.
     """
-    one_of("noise", noise, ("equal", "proportional"))
+    one_of("noise", noise, get_args(Noise))
     chosen = flat() if base is None else base
     given = MappingProxyType(dict(chosen)) if isinstance(chosen, Mapping) else None
     if given is not None and not given:

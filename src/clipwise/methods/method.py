@@ -2,7 +2,7 @@
 
 Receives: a weight function with its bound, where gradients are taken, and what else the method asks for.
 Gives: Method, whose ``blocks`` for given parameters and whose ``gradients`` of a chunk are all that a step needs;
-papers, what to cite for methods.
+papers, what to cite for methods and post-processing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
-from clipwise.types import Batch, Citation, Gradient, InputError, Released, positive
+from clipwise.types import Batch, Citation, Gradient, InputError, Released, at_least_zero, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 Weigh: TypeAlias = "Callable[[Tensor], Tensor]"  # norms → weights, elementwise
 Probe: TypeAlias = "Callable[[Engine, Batch], SampleGradients]"
-Relation = Literal["add-remove", "replace-one"]
 
 
 @dataclass(frozen=True)
@@ -141,10 +140,10 @@ class Method:
             return self.split(tuple(names))
         return (Block(tuple(names), self.weigh, self.bound, 1.0 - (self.count.share if self.count else 0.0)),)
 
-    def sensitivity(self, names: Sequence[str] = (), relation: Relation = "add-remove") -> float:
-        """How far one sample moves the sum, jointly over all blocks: √Σ C_r²; twice that when it is replaced."""
+    def sensitivity(self, names: Sequence[str] = ()) -> float:
+        """How far adding or removing one sample moves the sum, jointly over all blocks: √Σ C_r²."""
         joint = math.hypot(*(block.bound for block in self.blocks(names))) if names else self.bound
-        return joint * self.moves * (2 if relation == "replace-one" else 1)
+        return joint * self.moves
 
     @property
     def moves(self) -> int:
@@ -174,10 +173,27 @@ class Method:
         return f"{self.name}({', '.join(f'{key}={_written(value)}' for key, value in self.settings.items())})"
 
 
-def wrapped(base: object, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
-    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
-    if not isinstance(base, Method):
+def length(name: str, value: float, *, least: float = 1e-18) -> float:
+    """The value, if float32 can hold its square; norms and weights beyond that are not finite, or nothing is left."""
+    value = positive(name, value) if least else at_least_zero(name, value)
+    if not least <= value <= 1e18:
+        raise InputError(
+            f"{name} must be from {least:g} to 1e+18, so that float32 can hold its square, got {value!r}: "
+            "write a number nearer to 1"
+        )
+    return value
+
+
+def base_of(factory: Callable[..., Method], base: Method | None, default: Callable[[], Method]) -> Method:
+    """The method that a factory is to wrap: the one given, or the default."""
+    method = default() if base is None else base
+    if not isinstance(method, Method):
         raise InputError(f"{factory.__name__} takes a method such as flat(1.0), got {base!r}")
+    return method
+
+
+def wrapped(base: Method, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
+    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
 
     def after(released: Released, units: float) -> Method:
         return factory(base.next(released, units), **settings)
@@ -195,12 +211,31 @@ def wrapped(base: object, factory: Callable[..., Method], settings: Mapping[str,
     )
 
 
-def papers(methods: Iterable[Method]) -> dict[Citation, list[str]]:
-    """What to cite for these methods and those they are made of: each paper once, with the methods it stands for."""
+class Cited(Protocol):
+    """What has a name and perhaps a paper behind it: a method, or post-processing of what it released."""
+
+    @property
+    def name(self) -> str:
+        """As it is called in an expression."""
+        ...
+
+    @property
+    def citation(self) -> Citation | None:
+        """Where it comes from."""
+        ...
+
+    def parts(self) -> Iterator[Cited]:
+        """All that it is made of."""
+        ...
+
+
+def papers(cited: Iterable[Cited]) -> dict[Citation, list[str]]:
+    """What to cite for these and what they are made of: each paper once, with the names that it stands for."""
     found: dict[Citation, list[str]] = {}
-    for part in (part for method in methods for part in method.parts()):
-        names = found.setdefault(part.citation, [])
-        names += [part.name] if part.name not in names else []
+    for part in (part for one in cited for part in one.parts()):
+        if part.citation is not None:
+            names = found.setdefault(part.citation, [])
+            names += [part.name] if part.name not in names else []
     return found
 
 
@@ -230,4 +265,4 @@ def rescaled(method: Method, clip_norm: float) -> Method:
 
     if "clip_norm" not in method.settings or method.count is not None or method.split is not None:
         raise InputError(f"expected a method with one clip norm such as flat(1.0), got {method}")
-    return METHODS[method.name](**{**method.settings, "clip_norm": positive("clip_norm", clip_norm)})
+    return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})

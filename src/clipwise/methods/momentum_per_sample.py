@@ -7,7 +7,7 @@ Gives: a Method for full batches of small problems: it keeps a gradient for each
 from __future__ import annotations
 
 from clipwise.methods.citations import XIAO_2023
-from clipwise.methods.method import Method, wrapped
+from clipwise.methods.method import Method, base_of, wrapped
 from clipwise.methods.normalised import normalised
 from clipwise.types import InputError, fraction
 
@@ -18,9 +18,9 @@ def momentum_per_sample(base: Method | None = None, rate: float = 0.1) -> Method
     A term depends on its own sample and on released values, so the bound is the base's; without sampling, the steps
     are plain Gaussian mechanisms and are accounted as such (``batch`` must be all samples).
     """
-    inner = normalised() if base is None else base
+    inner = base_of(momentum_per_sample, base, normalised)
     rate = fraction("rate", rate)
-    if isinstance(inner, Method) and (inner.feedback or inner.recall or inner.unit > 1):
+    if inner.feedback or inner.recall or inner.unit > 1:
         raise InputError(f"momentum_per_sample takes a method without private state such as flat(1.0), got {inner}")
     recall = None if rate == 1 else rate  # γ = 1 remembers nothing
     return wrapped(inner, momentum_per_sample, {"rate": rate}, citation=XIAO_2023, recall=recall)

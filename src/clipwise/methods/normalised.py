@@ -7,13 +7,12 @@ Gives: a Method with w(n) = C/n, and 0 for a zero gradient.
 import torch
 
 from clipwise.methods.citations import YANG_2022
-from clipwise.methods.method import Method
-from clipwise.types import positive
+from clipwise.methods.method import Method, length
 
 
 def normalised(clip_norm: float = 1.0) -> Method:
     """Normalised gradients (NSGD with regulariser 0)."""
-    bound = positive("clip_norm", clip_norm)
+    bound = length("clip_norm", clip_norm)
     return Method(
         "normalised",
         YANG_2022,

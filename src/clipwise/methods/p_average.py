@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from clipwise.methods.citations import XIAO_2023
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Method, wrapped
+from clipwise.methods.method import Method, base_of, wrapped
 from clipwise.types import InputError, whole
 
 
@@ -18,8 +18,8 @@ def p_average(base: Method | None = None, size: int = 4) -> Method:
     Each sample draws its group among B/p by itself, so that adding a sample moves nobody else. A diagnostic: sampling
     noise falls as 1/p, but under privacy the doubled sensitivity and the p times fewer terms cost more than that.
     """
-    inner = flat() if base is None else base
+    inner = base_of(p_average, base, flat)
     size = whole("size", size)
-    if isinstance(inner, Method) and (inner.feedback or inner.recall or inner.unit > 1):
+    if inner.feedback or inner.recall or inner.unit > 1:
         raise InputError(f"p_average takes a method that weighs samples one by one such as flat(1.0), got {inner}")
     return wrapped(inner, p_average, {"size": size}, citation=XIAO_2023, unit=size)

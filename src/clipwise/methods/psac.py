@@ -5,13 +5,12 @@ Gives: a Method with w(n) = C/(n + r/(n + r)).
 """
 
 from clipwise.methods.citations import XIA_2023
-from clipwise.methods.method import Method
-from clipwise.types import positive
+from clipwise.methods.method import Method, length
 
 
 def psac(clip_norm: float = 1.0, r: float = 0.1) -> Method:
     """DP-PSAC (Xia et al. 2023, Algorithm 1): w → C as n → 0; the largest weight is C/(2√r − r) at n = √r − r."""
-    bound, r = positive("clip_norm", clip_norm), positive("r", r)
+    bound, r = length("clip_norm", clip_norm), length("r", r)
     return Method(
         "psac",
         XIA_2023,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from clipwise.methods.citations import DE_2022
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Engine, Method, wrapped
+from clipwise.methods.method import Engine, Method, base_of, wrapped
 from clipwise.types import Batch, whole
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ def self_augmentation(base: Method | None = None, views: int = 8, augment: str =
 
     ``augment`` names the views of ``clipwise.data.views``; "own" uses the function given as ``make_private(views=…)``.
     """
-    inner = flat() if base is None else base
+    inner = base_of(self_augmentation, base, flat)
     views = whole("views", views)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         found = inner.gradients(engine, engine.views(rows, views, augment))
         return found if views == 1 else (1 / views) * found.merged(views)
 
-    rows = views * (inner.rows if isinstance(inner, Method) else 1)
+    rows = views * inner.rows
     settings = {"views": views, "augment": augment}
     return wrapped(inner, self_augmentation, settings, citation=DE_2022, probe=probe, rows=rows)

@@ -36,6 +36,7 @@ HOCHREITER_1997 = Citation(
     "Long Short-Term Memory",
     "Neural Computation",
     1997,
+    "article",
 )
 KLAUSE_2022 = Citation(
     "klause2022differentially",
@@ -43,6 +44,7 @@ KLAUSE_2022 = Citation(
     "Differentially Private Training of Residual Networks with Scale Normalisation",
     "arXiv 2203.00324",
     2022,
+    "misc",
 )
 RADFORD_2019 = Citation(
     "radford2019language",
@@ -50,6 +52,7 @@ RADFORD_2019 = Citation(
     "Language Models are Unsupervised Multitask Learners",
     "OpenAI technical report",
     2019,
+    "misc",
 )
 TRAMER_2021 = Citation(
     "tramer2021differentially",
@@ -74,4 +77,5 @@ YOUSEFPOUR_2021 = Citation(
     "Opacus: User-Friendly Differential Privacy Library in PyTorch",
     "arXiv 2109.12298",
     2021,
+    "misc",
 )

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.methods.citations import TANG_2024, XIAO_2023, ZHANG_2024_DOPPLER
 from clipwise.postprocess.post import Post, State
 from clipwise.types import Gradient, InputError, at_least_zero, fraction, positive
+
+_STEPS = 10_000  # for which a filter's gain is looked at before it is used
 
 
 def heavy_ball(beta: float = 0.9) -> Post:
@@ -22,19 +25,28 @@ def heavy_ball(beta: float = 0.9) -> Post:
     beta = at_least_zero("beta", beta)
     if beta >= 1:
         raise InputError(f"beta must be below 1, got {beta!r}: write for instance heavy_ball(0.9)")
-    return Post(f"heavy_ball(beta={beta!r})", lambda state, gradient, noise: _recursive(state, gradient, beta, 1.0))
+    return Post(
+        f"heavy_ball(beta={beta!r})",
+        lambda state, gradient, noise: _recursive(state, gradient, beta, 1.0),
+        XIAO_2023,
+    )
 
 
 def outer_momentum(rate: float = 0.6) -> Post:
     """M_t = (1 − γ1) M_{t−1} + G̃_t: paper 0, equation 14, as printed."""
     rate = fraction("rate", rate)
     return Post(
-        f"outer_momentum(rate={rate!r})", lambda state, gradient, noise: _recursive(state, gradient, 1 - rate, 1.0)
+        f"outer_momentum(rate={rate!r})",
+        lambda state, gradient, noise: _recursive(state, gradient, 1 - rate, 1.0),
+        XIAO_2023,
     )
 
 
 def average(gain: float = 0.1) -> Post:
-    """m_t = (1 − κ) m_{t−1} + κ G̃_t, beginning with m_1 = G̃_1: an exponential average, and DiSK's filter."""
+    """m_t = (1 − κ) m_{t−1} + κ G̃_t, beginning with m_1 = G̃_1: an exponential average, and DiSK's filter.
+
+    By itself it has no paper: DiSK's is cited for the method ``disk``, which it goes with.
+    """
     gain = fraction("gain", gain)
 
     def apply(state: State, gradient: Gradient, noise: Mapping[str, float]) -> tuple[State, Gradient]:
@@ -55,7 +67,11 @@ def low_pass(inputs: Sequence[float] = (0.1, 0.1), outputs: Sequence[float] = (-
             f"expected a stable filter such as low_pass((0.1, 0.1), (-0.8,)), got {tuple(b)!r} and {tuple(a)!r}"
         )
     if sum(b) * (1 + sum(a)) <= 0:
-        raise InputError(f"the filter must let a constant pass, got a gain of {sum(b) / (1 + sum(a)):g}")
+        raise InputError(
+            f"the filter must let a constant pass, got a gain of {sum(b) / (1 + sum(a)):g}: write inputs "
+            "with a positive sum, such as (0.1, 0.1)"
+        )
+    _refuse_vanishing(b, a)
 
     def apply(state: State, gradient: Gradient, noise: Mapping[str, float]) -> tuple[State, Gradient]:
         given, made = state if state is not None else ([], [])
@@ -70,7 +86,7 @@ def low_pass(inputs: Sequence[float] = (0.1, 0.1), outputs: Sequence[float] = (-
         update = {name: now[name] / gain for name in gradient}
         return [given, [now, *made][: len(a)]], update
 
-    return Post(f"low_pass(inputs={list(b)!r}, outputs={list(a)!r})", apply)
+    return Post(f"low_pass(inputs={list(b)!r}, outputs={list(a)!r})", apply, ZHANG_2024_DOPPLER)
 
 
 def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Post:
@@ -79,7 +95,8 @@ def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Po
     m̂/√max(v̂ − (σC/B)², floor), to be used with plain SGD as the optimizer; ``floor`` is γ' of the paper.
     """
     beta1, beta2 = at_least_zero("beta1", beta1), at_least_zero("beta2", beta2)
-    floor = positive("floor", floor)
+    if not 1e-36 <= positive("floor", floor) <= 1e36:  # what float32 holds, with some room
+        raise InputError(f"floor must be from 1e-36 to 1e+36, got {floor!r}: write for instance adam_bc(floor=1e-8)")
     if beta1 >= 1 or beta2 >= 1:
         raise InputError(f"beta1 and beta2 must be below 1, got {beta1!r} and {beta2!r}")
 
@@ -93,7 +110,7 @@ def adam_bc(beta1: float = 0.9, beta2: float = 0.999, floor: float = 1e-8) -> Po
         update = {name: (m[name] / first) / (v[name] / second - noise[name] ** 2).clamp(min=floor).sqrt() for name in m}
         return (step, m, v), update
 
-    return Post(f"adam_bc(beta1={beta1!r}, beta2={beta2!r}, floor={floor!r})", apply)
+    return Post(f"adam_bc(beta1={beta1!r}, beta2={beta2!r}, floor={floor!r})", apply, TANG_2024)
 
 
 def _recursive(state: State, gradient: Gradient, keep: float, add: float) -> tuple[State, Gradient]:
@@ -108,6 +125,23 @@ def _numbers(name: str, values: Any) -> list[float]:
     ):
         raise InputError(f"{name} must be numbers such as (0.1, 0.1), got {values!r}")
     return [float(v) for v in values]
+
+
+def _refuse_vanishing(b: Sequence[float], a: Sequence[float]) -> None:
+    """Refuse a filter that some step would divide by nothing: its gain so far, which no data enter, is simulated."""
+    impulse: list[float] = []  # the response to a single one
+    gain = length = 0.0
+    for step in range(_STEPS):
+        now = b[step] if step < len(b) else 0.0
+        now -= sum(c * before for c, before in zip(a, reversed(impulse), strict=False))
+        impulse = [*impulse, now][-max(len(a), 1) :]
+        gain, length = gain + now, length + abs(now)
+        # beside this much that cancels, or beyond these powers of ten, float32 gradients keep no digits
+        if not max(1e-6 * length, 1e-18) < abs(gain) < 1e18:
+            raise InputError(
+                f"the filter's gain must not vanish or overflow at any step, got {gain:g} at step {step + 1} of inputs "
+                f"{tuple(b)!r} and outputs {tuple(a)!r}: write a positive input first, such as (0.1, 0.1) and (-0.8,)"
+            )
 
 
 def _reach(a: Sequence[float]) -> float:

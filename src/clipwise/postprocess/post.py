@@ -6,11 +6,11 @@ Gives: Post, and ``chain``, which applies several from left to right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from clipwise.types import Gradient, InputError
+from clipwise.types import Citation, Gradient, InputError
 
 # Tensors in dictionaries, lists and numbers: what a checkpoint can hold. None before the first step.
 State: TypeAlias = Any
@@ -23,6 +23,19 @@ class Post:
 
     text: str  # what ``postprocess.parse`` turns into this again
     apply: Apply
+    citation: Citation | None = None  # the paper behind it, where there is one
+    chained: tuple[Post, ...] = ()  # those that ``chain`` joined
+
+    @property
+    def name(self) -> str:
+        """As it is called in an expression."""
+        return self.text.partition("(")[0]
+
+    def parts(self) -> Iterator[Post]:
+        """This and those it is made of."""
+        yield self
+        for post in self.chained:
+            yield from post.parts()
 
     def __str__(self) -> str:
         """The expression."""
@@ -47,4 +60,4 @@ def chain(*posts: Post) -> Post:
             states[i], gradient = post.apply(states[i], gradient, noise)
         return states, gradient
 
-    return Post(" | ".join(post.text for post in posts), apply)
+    return Post(" | ".join(post.text for post in posts), apply, chained=posts)

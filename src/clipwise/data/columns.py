@@ -1,0 +1,150 @@
+"""What the columns of a table mean: a range, some values, buckets, or nothing that was said.
+
+Receives: what the user says about a column, such as ``age:17..90``, and the column's cells.
+Gives: Range, Values, Buckets or AsIs, each of which turns cells into numbers, every row by itself.
+
+Standardising by a mean and deviation of private data, or listing the categories that occur in them, would be a release
+that no ε covers. So the user gives what is public about a column, or it gets a transform that is the same for all data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clipwise.data.source import plain
+from clipwise.types import InputError, whole
+
+
+class Cells(list[Any]):
+    """A column: its cells, one per row, its name, and the line of the file that each row ends in."""
+
+    def __init__(self, name: str, cells: Iterable[Any], lines: Sequence[int]) -> None:
+        super().__init__(cells)
+        self.name, self.lines = name, lines
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number between two public ones: mapped to [−1, 1] by itself or by log(1 + v), and clipped to it."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def __call__(self, cells: Cells) -> NDArray[np.float64]:
+        """[n, 1]."""
+        values = np.array([self.low, self.high, *np.clip(_numbers(cells), self.low, self.high)])
+        values = np.log1p(values) if self.log else values
+        low, high = values[:2]
+        return np.asarray((2 * values[2:, None] - low - high) / (high - low))
+
+
+@dataclass(frozen=True)
+class Values:
+    """One of several values that the user names: a one-hot row, or zeros where it is none of them."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, cells: Cells) -> NDArray[np.float64]:
+        """[n, number of values]."""
+        places = {value: place for place, value in enumerate(self.names)}
+        return _one_hot([places.get(word(cell), -1) for cell in cells], len(self.names))
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Any values: a one-hot row of CRC-32 modulo the number of buckets, so that nobody lists the values that occur."""
+
+    count: int
+
+    def __call__(self, cells: Cells) -> NDArray[np.float64]:
+        """[n, count]."""
+        return _one_hot([zlib.crc32(word(cell).encode()) % self.count for cell in cells], self.count)
+
+
+@dataclass(frozen=True)
+class AsIs:
+    """A number of which nothing is said: sign(v) · log(1 + |v|), the same for all data."""
+
+    def __call__(self, cells: Cells) -> NDArray[np.float64]:
+        """[n, 1]."""
+        values = _numbers(cells)[:, None]
+        return np.asarray(np.sign(values) * np.log1p(np.abs(values)))
+
+
+Meaning: TypeAlias = Range | Values | Buckets | AsIs
+_RANGE = re.compile(r"(log\()?([^()]+?)\.\.([^()]+?)(\))?")
+
+
+def meaning(text: str) -> tuple[str, Meaning]:
+    """``age:17..90``, ``income:log(0..500000)``, ``sex:Female|Male``, ``country:#16`` or ``age`` → name and meaning."""
+    name, colon, said = text.partition(":")
+    name, match = plain(name), _RANGE.fullmatch(said)
+    if not colon:
+        return name, AsIs()
+    if said.startswith("#"):
+        return name, Buckets(_whole(name, said[1:]))
+    if match and (match[1] is None) == (match[4] is None):
+        try:
+            low, high = float(match[2]), float(match[3])
+        except ValueError:
+            low = high = np.nan
+        if not (np.isfinite([low, high]).all() and low < high and (low > -1 or not match[1])):
+            raise InputError(
+                f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {said!r}: write {name}:0..100"
+            )
+        return name, Range(low, high, log=bool(match[1]))
+    values = tuple(plain(value) for value in said.split("|"))
+    if len(values) < 2 or len(set(values)) < len(values) or not all(values):
+        raise InputError(
+            f"{name} must be said to be a range, values or buckets, got {said!r}: write {name}:0..100, "
+            f"'{name}:low|high' or '{name}:#16', all of --data in quotes"
+        )
+    return name, Values(values)
+
+
+def is_number(cell: Any) -> bool:
+    """Whether a cell is a finite number, or the text of one."""
+    try:
+        return math.isfinite(float(cell))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _numbers(cells: Cells) -> NDArray[np.float64]:
+    """[n]; a cell that is no finite number is an error, since a guess for it would have to come from other rows."""
+    name, values = cells.name, np.empty(len(cells))
+    for row, cell in enumerate(cells):
+        if not is_number(cell):
+            raise InputError(
+                f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: fill or "
+                f"remove it, say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
+            )
+        values[row] = float(cell)
+    return values
+
+
+def _one_hot(places: Sequence[int], width: int) -> NDArray[np.float64]:
+    """[n, width]; −1 is a row of zeros."""
+    return np.asarray(np.eye(width + 1, width)[np.array(places, dtype=np.int64)])  # the last row is zeros
+
+
+def word(cell: Any) -> str:
+    """A cell as text; JSON's true, null and 3.0 as they are written there."""
+    return cell.strip() if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return whole(f"buckets of {name}", int(text))
+    except ValueError:
+        raise InputError(f"the buckets of {name} must be a whole number, got {text!r}: write {name}:#16") from None
