@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from clipwise.diagnostics import Monitor as Monitor
     from clipwise.diagnostics import clipping_bias as clipping_bias
     from clipwise.diagnostics import measure as measure
+    from clipwise.losses import cross_entropy as cross_entropy
+    from clipwise.losses import squared_error as squared_error
     from clipwise.methods import METHODS as METHODS
     from clipwise.methods import Method as Method
     from clipwise.methods import adaptive as adaptive
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from clipwise.methods import schedule as schedule
     from clipwise.methods import self_augmentation as self_augmentation
     from clipwise.private import Private as Private
-    from clipwise.private import cross_entropy as cross_entropy
     from clipwise.randomness import SecureStream as SecureStream
     from clipwise.randomness import SeededStream as SeededStream
     from clipwise.records import SampleGradients as SampleGradients
@@ -77,17 +78,23 @@ _HOME = {
     ),
     "accounting": ("Ledger", "calibrate", "epsilon"),
     "diagnostics": ("Monitor", "clipping_bias", "measure"),
-    "private": ("Private", "cross_entropy"),
+    "losses": ("cross_entropy", "squared_error"),
+    "private": ("Private",),
     "start": ("make_private",),
     "training": ("Run", "train"),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
-__all__ = sorted([*_WHERE, "oracle"])
+# whole modules of which more is used than these names
+_MODULES = {
+    **{name: name for name in ("accounting", "audit", "data", "diagnostics", "methods", "models", "postprocess")},
+    "oracle": "records.oracle",
+}
+__all__ = sorted([*_WHERE, *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "oracle":
-        return importlib.import_module("clipwise.records.oracle")
+    if name in _MODULES:
+        return importlib.import_module(f"clipwise.{_MODULES[name]}")
     if name not in _WHERE:
         raise AttributeError(f"module 'clipwise' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"clipwise.{_WHERE[name]}"), name)

@@ -53,18 +53,6 @@ FIXED = frozenset(
 )
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """The usual loss of a classifier for batches (inputs, labels): one value per sample."""
-    inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
-
-
-def squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    """The usual loss of a model with one output for batches (inputs, numbers): one value per sample."""
-    inputs, targets = batch
-    return (model(inputs).squeeze(-1) - targets).square()
-
-
 Remembered = tuple[Tensor, Gradient]  # samples, and one momentum for each
 
 

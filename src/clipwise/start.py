@@ -25,10 +25,11 @@ from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
 from clipwise.engine import Views
+from clipwise.losses import cross_entropy
 from clipwise.methods import Method
 from clipwise.passes import stacked
 from clipwise.postprocess import Post, identity
-from clipwise.private import Private, cross_entropy, trained_elsewhere
+from clipwise.private import Private, trained_elsewhere
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules, restored

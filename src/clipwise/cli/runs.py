@@ -30,8 +30,9 @@ from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
 from clipwise.diagnostics import Monitor, calibration, predicted, quality
+from clipwise.losses import cross_entropy, squared_error
 from clipwise.methods import Method
-from clipwise.private import Private, cross_entropy, squared_error
+from clipwise.private import Private
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.data import Arrays
-from clipwise.private import squared_error
+from clipwise.losses import squared_error
 from clipwise.records import Loss
 from clipwise.types import Batch
 

@@ -1,0 +1,47 @@
+"""The usual losses, each with one value per sample.
+
+Receives: a model and a batch (inputs, targets).
+Gives: cross_entropy for classes, squared_error for numbers.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from clipwise.types import Batch, InputError
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The usual loss of a classifier for batches (inputs, labels): one value per sample."""
+    inputs, labels = _pair(batch, "cross_entropy", "labels")
+    if labels.is_floating_point() and labels.dim() == 1:
+        raise InputError(
+            f"cross_entropy takes labels that are whole numbers, got {labels.dtype}: write y.long(), or for numbers to "
+            "predict loss=clipwise.squared_error"
+        )
+    try:
+        return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+    except IndexError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise InputError(
+            f"labels must be 0 to the number of outputs less one ({error}): write y - 1 where they begin with 1, or "
+            "give the model more outputs"
+        ) from error
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """The usual loss of a model with one output for batches (inputs, numbers): one value per sample."""
+    inputs, targets = _pair(batch, "squared_error", "numbers")
+    return (model(inputs).squeeze(-1) - targets).square()
+
+
+def _pair(batch: Batch, loss: str, second: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        got = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        raise InputError(
+            f"clipwise.{loss} takes batches (inputs, {second}), got {got}: write a loss(model, batch) of your own, "
+            "with one value per sample"
+        )
+    inputs, targets = batch
+    return inputs, targets
