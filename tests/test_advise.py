@@ -25,6 +25,7 @@ from torch import Tensor
 from clipwise import methods
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import advise, main
+from clipwise.cli.options import read
 from clipwise.cli.runs import loss_of, network, resolved
 from clipwise.config import TrainConfig
 from clipwise.data import Arrays, load
@@ -127,7 +128,7 @@ def test_the_advised_run_counts_the_advice_so_that_both_keep_the_epsilon(capsys:
     found = advised("--spend", "0.5", "--epsilon", "3")
     assert found["epsilon_with_run"] == 3 and "it is 3.000 together" in " ".join(capsys.readouterr().out.split())
     words = shlex.split(found["command"])
-    assert main([*words[1:], "--accountant", "rdp", "--json", "--folder", "run"]) == 0
+    assert main([*words[1:], "--json", "--folder", "run"]) == 0
     stated = json.loads(capsys.readouterr().out)["statement"]
     assert [each["what"] for each in stated["spent_before"]] == [advise.WHAT]
     assert (stated["steps"], stated["releases"]) == (5, 6)
@@ -293,8 +294,46 @@ def test_the_advised_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(found["command"])
     assert words[:2] == ["clipwise", "train"] and words[words.index("--method") + 1] == found["method"]
     capsys.readouterr()
-    assert main([*words[1:], "--accountant", "rdp", "--json", "--folder", "run"]) == 0
+    assert main([*words[1:], "--json", "--folder", "run"]) == 0
     assert json.loads(capsys.readouterr().out)["statement"]["method"] == found["method"]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["--epsilon", "3"], {"epsilon": 3.0}),
+        (
+            ["--noise-multiplier", "1.25", "--chunk", "64", "--seed", "7", "--device", "cpu", "--noise-seed", "5"],
+            {"noise_multiplier": 1.25, "chunk": 64, "seed": 7},
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_the_advised_command_gives_back_every_setting_of_the_planned_run(
+    words: list[str], settings: dict[str, Any]
+) -> None:
+    found = advised(*words)
+    _, _, *typed = shlex.split(found["command"])
+    run = read("train", TrainConfig, typed, "")
+    assert isinstance(run, TrainConfig) and run.learning_rate is not None
+    assert run.learning_rate == pytest.approx(0.5 / found["clip_norm"], rel=0.05)
+    planned = {"model": "mlp(hidden=8)", "accountant": "rdp", "delta": 1e-3, "batch": 40, "steps": 5, "threads": 1}
+    assert run == TrainConfig(
+        data="npz:private.npz",
+        method=found["method"],
+        learning_rate=run.learning_rate,
+        **planned,  # type: ignore[arg-type]
+        **settings,  # and no seed for the run's noise
+    )
+
+
+def test_the_advised_command_for_tokens_runs() -> None:
+    draw = np.random.RandomState(0)
+    np.savez("tokens.npz", x=draw.randint(0, 9, (60, 6)), y=draw.randint(0, 2, 60))
+    model = ["--data", "npz:tokens.npz", "--model", "lstm_classifier", "--vocabulary", "9"]
+    assert main(["advise", *model, *PLAN[2:], "--samples", "32", "--noise-multiplier", "1", "--folder", "advice"]) == 0
+    _, *typed = shlex.split(json.loads(Path("advice/advice.json").read_text())["command"])
+    assert main([*typed, "--folder", "run", "--quiet"]) == 0
 
 
 def test_the_page_says_method_reason_command_and_every_options_numbers() -> None:

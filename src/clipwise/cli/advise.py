@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from clipwise import accounting, methods
 from clipwise.accounting import Ledger, spent
 from clipwise.accounting.calibration import least_noise
+from clipwise.cli.options import words
 from clipwise.cli.runs import (
     loss_of,
     network,
@@ -40,7 +41,7 @@ from clipwise.cli.runs import (
     use_threads,
 )
 from clipwise.cli.screen import rendered
-from clipwise.config import AdviseConfig, TrainConfig, flag
+from clipwise.config import AdviseConfig, TrainConfig
 from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import Method
@@ -59,6 +60,11 @@ WHAT = "histogram of gradient norms before training, for advice"
 EDGES = tuple(10 ** (k / 4) for k in range(-12, 13))  # 0.001 … 1000, fixed before any norm was seen
 CLOSE = 0.03  # of the best alignment: what is nearer than that is as good
 RATE = 1e-3  # of the short training on public data, by Adam
+# Settings of the planned run that are given here. Both commands call other things public and write folders and JSON of
+# their own; a seed of the histogram's noise must not become that of the run's.
+SHARED = AdviseConfig.__dataclass_fields__.keys() & TrainConfig.__dataclass_fields__.keys() - {
+    "public", "folder", "json", "noise_seed"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,8 +126,7 @@ def _plan(config: AdviseConfig) -> TrainConfig:
     """The run that is planned."""
     if config.spend is not None and config.public is not None:
         raise InputError("expected --public or --spend, got both: with public data nothing private need be spent")
-    shared = {name: value for name, value in vars(config).items() if name in TrainConfig.__dataclass_fields__}
-    plan = TrainConfig(**{**shared, "public": 0, "folder": None})
+    plan = TrainConfig(**{name: getattr(config, name) for name in SHARED})
     if plan.epsilon is None and plan.noise_multiplier is None:
         plan = replace(plan, epsilon=3.0)
     return resolved(plan)
@@ -299,7 +304,7 @@ def _from_norms(
     event = Gaussian(sigma, WHAT)
     model, _, _ = network(plan, splits)  # its weights are drawn from a seed: they know nothing of the data
     counts = _counts(model, loss_of(splits), splits.train, plan.chunk or 256)
-    stream = SecureStream() if plan.noise_seed is None else SeededStream(plan.noise_seed)
+    stream = SecureStream() if config.noise_seed is None else SeededStream(config.noise_seed)
     # a sample is in one bin, so that adding or removing it moves one count by one: sensitivity 1
     released = release(PrivateSum((Part({"counts": counts}, 1.0, 1.0),)), event, stream)
     folder.mkdir(parents=True, exist_ok=True)
@@ -370,14 +375,12 @@ def _histogram(edges: Sequence[float], counts: Sequence[float], clip: float) -> 
 
 def _command(plan: TrainConfig, method: str, clip: float) -> str:
     """The planned run with this method: a step is as long as its clip norm, so the learning rate goes the other way."""
-    words = ["clipwise", "train", "--data", plan.data, "--model", plan.model or "", "--method", method]
-    for name in ("epsilon", "noise_multiplier", "delta", "epochs", "steps", "batch"):
-        value = getattr(plan, name)
-        if value is not None:
-            words += [flag(name), f"{value:.12g}"]
-    words += [] if plan.spent is None else [flag("spent"), plan.spent]
-    words += ["--learning-rate", f"{(plan.learning_rate or 0.5) / clip:.2g}"]
-    return shlex.join(words)
+    planned = TrainConfig(
+        **{name: getattr(plan, name) for name in SHARED},
+        method=method,
+        learning_rate=float(f"{(plan.learning_rate or 0.5) / clip:.2g}"),
+    )
+    return shlex.join(["clipwise", "train", *words(planned, first=("data", "model", "method"))])
 
 
 def _cost(advice: Advice) -> str:
