@@ -124,9 +124,11 @@ def test_naming_one_of_two_alternatives_removes_the_other_one_of_the_file() -> N
     assert (config.epochs, config.steps) == (None, 5)
 
 
-def test_a_setting_without_a_default_must_be_given() -> None:
-    with pytest.raises(InputError, match="--steps is missing .*: write --steps 100"):
-        made(CalibrateConfig, {"sampling_rate": 0.1})
+def test_a_rate_stands_in_the_place_of_samples_and_batch_but_one_of_these_not_of_the_other() -> None:
+    parts = {"samples": 600, "batch": 6}
+    assert made(CalibrateConfig, parts, {"sampling_rate": 0.5}) == CalibrateConfig(sampling_rate=0.5)
+    assert made(CalibrateConfig, {"sampling_rate": 0.5}, parts) == CalibrateConfig(samples=600, batch=6)
+    assert made(CalibrateConfig, parts, {"batch": 7}) == CalibrateConfig(samples=600, batch=7)
 
 
 @pytest.mark.parametrize("settings", ALL)

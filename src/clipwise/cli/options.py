@@ -115,7 +115,7 @@ def _add(group: argparse._ArgumentGroup, each: dataclasses.Field[Any], kind: typ
     elif kind is tuple:
         group.add_argument(flag(each.name), metavar="NAME", nargs="+", help=text)
     else:
-        shown = "" if each.default in (None, dataclasses.MISSING) else f" [{each.default}]"
+        shown = "" if each.default is None else f" [{each.default}]"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         group.add_argument(flag(each.name), metavar=metavar, help=text + shown)
 

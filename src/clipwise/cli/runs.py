@@ -325,7 +325,8 @@ def steps_of(config: TrainConfig, samples: int) -> int:
     """How many steps the settings ask for, on so many samples."""
     if config.steps is not None:
         return whole("steps", config.steps)
-    return max(1, round(positive("epochs", config.epochs or 0) * samples / whole("batch", config.batch)))
+    rate = whole("batch", config.batch) / samples
+    return max(1, round(positive("epochs", config.epochs or 0) / rate))  # as make_private rounds
 
 
 @contextmanager
