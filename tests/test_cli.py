@@ -298,6 +298,17 @@ def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_run_that_diverged_has_null_where_json_has_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    assert main(small("--learning-rate", "1e38", "--json-lines")) == 0
+    shown = capsys.readouterr()
+    *measured, result = (json.loads(line, parse_constant=refuse) for line in shown.out.splitlines())
+    assert len(measured) == 4 and measured[-1]["loss"] is None and result["loss"] is None
+    assert "the run diverged" in shown.err
+
+
 def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.CaptureFixture[str]) -> None:
     draw = np.random.RandomState(0)
     data = saved("tokens.npz", x=draw.randint(0, 9, (50, 5)), y=draw.randint(0, 2, 50))

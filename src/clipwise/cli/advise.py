@@ -10,7 +10,6 @@ random inputs.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -32,7 +31,6 @@ from clipwise.cli.runs import (
     network,
     new_folder,
     resolved,
-    short,
     spent_before,
     splits_for,
     steps_of,
@@ -42,13 +40,14 @@ from clipwise.cli.screen import rendered
 from clipwise.config import AdviseConfig, TrainConfig
 from clipwise.data import Arrays, Splits
 from clipwise.noise import release
+from clipwise.plain import as_json
 from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import Loss, SampleGradients, per_sample
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
 from clipwise.report.figures import Figure
 from clipwise.report.folder import LEDGER, refuse_used, write
-from clipwise.report.page import plain
 from clipwise.report.plots import plotted
+from clipwise.report.runs import short
 from clipwise.types import Gaussian, InputError, PoissonGaussian, positive, whole
 
 WHAT = "histogram of gradient norms before training, for advice"
@@ -78,12 +77,12 @@ def run(config: AdviseConfig) -> str:
         advice, shown = _from_proxy(config, plan, proxy, about, sigma)
     folder.mkdir(parents=True, exist_ok=True)
     place = write(folder / "advice.html", page(f"What to begin with on {short(config.data)}", advice, shown))
-    values = plain(asdict(advice))
-    write(folder / "advice.json", json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+    values = asdict(advice)
+    write(folder / "advice.json", as_json(values))
     plots = plotted(shown, folder / "plots")
     if config.json:
         places = {"page": str(place), "plots": [str(plot) for plot in plots]}
-        return json.dumps(values | places, indent=2, ensure_ascii=False) + "\n"
+        return as_json(values | places)
     return _text(advice, place)
 
 

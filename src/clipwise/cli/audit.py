@@ -30,6 +30,7 @@ from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_th
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
+from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.report.folder import AUDIT, LEDGER, METRICS, MODEL, SETTINGS, STATEMENT, write
 from clipwise.start import make_private
@@ -292,7 +293,7 @@ def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
     found: dict[str, Any] = {
         "passed": all(each.passed for each in rows),
         "plan": asdict(plan),
-        "rows": [each.as_dict() for each in rows],
+        "rows": [asdict(each) for each in rows],
     }
     if finished is not None:
         found |= {
@@ -300,4 +301,4 @@ def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
             "note": RETRAINED,
             "membership": {name: roc.as_dict() for name, roc in membership.items()},
         }
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return as_json(found)

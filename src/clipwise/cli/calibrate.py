@@ -6,7 +6,6 @@ Gives: the noise multiplier, or the ε, as text or JSON; for a method with feedb
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from clipwise import accounting
 from clipwise.accounting.dice import Plan
 from clipwise.accounting.events import RELATION
 from clipwise.config import CalibrateConfig, flag, one_given
+from clipwise.plain import as_json
 from clipwise.types import InputError, positive, whole
 
 
@@ -48,7 +48,7 @@ def run(config: CalibrateConfig) -> str:
         values = {"noise_multiplier": noise, "epsilon": epsilon, **setting, "sampling_rate": rate}
         values |= {name: getattr(config, name) for name in ("samples", "batch", "epochs")} | {"relation": RELATION}
         values |= {} if over is None else {"method": over.method, "sensitivity": over.sensitivity}
-        return json.dumps(values) + "\n"
+        return as_json(values, indent=None)
     return (
         f"{answer} at δ = {config.delta:g}\n"
         f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {RELATION}; {config.accountant}\n"

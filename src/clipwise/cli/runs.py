@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import json
 import shlex
 import signal
 import threading
@@ -31,10 +30,12 @@ from clipwise.config import TrainConfig, Training, from_toml, made, one_given, t
 from clipwise.data import Arrays, Splits, load
 from clipwise.diagnostics import Monitor, calibration, predicted, quality
 from clipwise.methods import Method
+from clipwise.plain import as_json
 from clipwise.private import Private, cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
+from clipwise.report.runs import short
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
@@ -113,12 +114,6 @@ def new_folder(name: str) -> Path:
     return next(place for place in tries if not place.exists())
 
 
-def short(data: str) -> str:
-    """The data's name as a part of a file name."""
-    head = data.partition("?")[0]
-    return Path(head.partition(":")[2]).stem if ":" in head else head
-
-
 def settings_of(folder: str) -> TrainConfig:
     """The settings of the interrupted run in a folder."""
     place = Path(folder)
@@ -181,9 +176,7 @@ def run_one(
     device = next(model.parameters()).device
     splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
     steps = steps_of(config, len(splits.train))
-    every = (
-        -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
-    )
+    every = measured_every(config, steps)
     # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart
     apart = every if beside else every * -(-LOOKS_APART // every)
     monitor = _monitor(config, splits, apart if config.diagnose_every is None else config.diagnose_every, beside)
@@ -273,7 +266,7 @@ def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
     """Keep how honest the final model's confidences are, for the report."""
     logits, labels = predicted(model, splits.test)
     if bool(logits.isfinite().all()):  # a run that diverged has no confidences
-        write(folder / CALIBRATION, json.dumps(calibration(logits, labels).as_dict(), indent=1) + "\n")
+        write(folder / CALIBRATION, as_json(calibration(logits, labels).as_dict(), indent=1))
 
 
 def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | None, Splits]:
@@ -327,6 +320,13 @@ def steps_of(config: TrainConfig, samples: int) -> int:
         return whole("steps", config.steps)
     rate = whole("batch", config.batch) / samples
     return max(1, round(positive("epochs", config.epochs or 0) / rate))  # as make_private rounds
+
+
+def measured_every(config: TrainConfig, steps: int) -> int:
+    """How many steps lie between two measurements."""
+    return (
+        -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
+    )
 
 
 @contextmanager
