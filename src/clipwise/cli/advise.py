@@ -108,7 +108,7 @@ def _proxy(config: AdviseConfig, plan: TrainConfig, private: Splits) -> tuple[Sp
         return replace(public, classes=private.classes), f"public data ({config.public})"
     draw = torch.Generator().manual_seed(plan.seed)
     count = whole("samples", config.samples)
-    if private.tokens and not private.train.rows(torch.arange(1))[0].is_floating_point():
+    if private.tokens:
         vocabulary = plan.vocabulary or private.vocabulary or 2
         inputs = torch.randint(vocabulary, (count, *private.shape), generator=draw)
     else:

@@ -99,7 +99,7 @@ def run(config: CompareConfig) -> str:
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``."""
-    shared = {each.name: getattr(config, each.name) for each in fields(Training) if each.name != "folder"}
+    shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")
     plan = TrainConfig(**shared, method=method.strip())
     if not at:
