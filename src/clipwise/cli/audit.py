@@ -32,12 +32,14 @@ from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
 from clipwise.plain import as_json
 from clipwise.private import Private
-from clipwise.report.folder import AUDIT, LEDGER, METRICS, MODEL, SETTINGS, STATEMENT, write
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
 RECOUNT = "ledger"  # an audit that adds up and attacks nothing
+# of a statement; the steps are the run's own: the ledger may hold what was released before it, too
+NEEDED = ("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "releases", "method", "accountant")
 LABEL = 19  # characters of a method's name in the table, so that it fits into 80
 RETRAINED = (
     "A finished run cannot be audited after the fact: its method, noise and steps were audited on small problems, "
@@ -52,7 +54,6 @@ class _Finished:
     path: Path
     settings: TrainConfig
     statement: dict[str, Any]
-    steps: int  # its own: the ledger may hold what was released before it, too
 
 
 def run(config: AuditConfig) -> str:
@@ -111,9 +112,7 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
         for name, value in given.items():
             if value is not None:
                 raise InputError(f"a run has its own {name}, got --{name.replace('_', '-')} {value}: leave it out")
-        stated = finished.statement
-        given = {name: stated[name] for name in ("noise_multiplier", "sampling_rate", "delta")}
-        given["steps"] = finished.steps
+        given = {name: finished.statement[name] for name in given}
     return Plan(
         **{name: value for name, value in given.items() if value is not None},
         trials=config.trials,
@@ -129,12 +128,11 @@ def _read(path: Path) -> _Finished:
         raise InputError(f"there is no finished run in {path}: expected a folder with {STATEMENT}")
     try:
         statement = json.loads((path / STATEMENT).read_text())
-        for name in ("epsilon", "delta", "noise_multiplier", "sampling_rate", "releases", "method", "accountant"):
+        for name in NEEDED:
             statement[name]
-        steps = int(json.loads((path / METRICS).read_text().splitlines()[-1])["step"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
-    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement, steps)
+    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement)
 
 
 def _ledger(finished: _Finished) -> Row:
