@@ -170,7 +170,7 @@ def test_the_release_is_in_the_ledger_before_it_is_used(monkeypatch: pytest.Monk
 
 def test_what_is_used_is_the_histogram_with_that_much_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     splits = load("npz:private.npz")
-    model = network(_plan(), splits)[0]
+    model = network(_plan(), splits).model
     true = counts(model, loss_of(splits), splits.train, 256)
     released: list[Tensor] = []
     monkeypatch.setattr(advise, "median", lambda counts: released.append(counts) or 1.0)
@@ -259,7 +259,7 @@ def _alignment(gradients: Tensor, method: methods.Method, sigma: float) -> tuple
 def test_the_recommendation_is_the_best_by_its_definition(sigma: float) -> None:
     found = advised("--public", "npz:public.npz", "--warm-up", "0", "--noise-multiplier", str(sigma))
     public = load("npz:public.npz")
-    model = network(replace(_plan(), epsilon=None, noise_multiplier=sigma), public)[0]
+    model = network(replace(_plan(), epsilon=None, noise_multiplier=sigma), public).model
     gradients = _written_out(model, public.train.rows(torch.arange(len(public.train))))
     assert found["measured_on"].startswith(f"{len(gradients)} samples")
     known: dict[str, dict[float, tuple[float, float]]] = {}
@@ -407,7 +407,7 @@ def test_methods_that_hardly_differ_are_said_not_to(other: float, said: bool) ->
 def test_compared_gives_what_the_command_says() -> None:
     found = advised("--public", "npz:public.npz", "--warm-up", "0", "--noise-multiplier", "1")
     public = load("npz:public.npz")
-    model = network(_plan(), public)[0]
+    model = network(_plan(), public).model
     gradients = per_sample(model, cross_entropy, public.train.rows(torch.arange(len(public.train))))
     own = advice.compared([gradients], noise_multiplier=1.0, expected_batch=40.0)
     assert (own.pick.method, own.reason) == (found["method"], found["reason"])

@@ -140,7 +140,7 @@ def _from_proxy(
 
 def _looks(plan: TrainConfig, proxy: Splits, samples: int, warm: int) -> Iterator[SampleGradients]:
     """The proxy's gradients before it is trained on; then, where there are steps to ``warm`` up, half-way and after."""
-    model, loss = network(plan, proxy)[0], loss_of(proxy)
+    model, loss = network(plan, proxy).model, loss_of(proxy)
     device = next(model.parameters()).device
     batch = tuple(t.to(device) for t in proxy.train.rows(torch.arange(samples)))
     for part in (0, warm - warm // 2, warm // 2) if warm > 1 else (0,):
@@ -175,7 +175,7 @@ def _from_norms(
     before = [] if earlier is None else earlier.entries
     sigma = least_noise(lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant)
     event = Gaussian(sigma, WHAT)
-    model, _, _ = network(plan, splits)  # its weights are drawn from a seed: they know nothing of the data
+    model = network(plan, splits).model  # its weights are drawn from a seed: they know nothing of the data
     secret = histogram(model, loss_of(splits), splits.train, plan.chunk or 256)
     stream = SecureStream() if config.noise_seed is None else SeededStream(config.noise_seed)
     released = release(secret, event, stream)

@@ -152,15 +152,15 @@ class _Again:
     def __init__(self, finished: _Finished, plan: Plan) -> None:
         self._run, self._plan = finished, plan
         self._all = splits_for(finished.settings, finished.settings.model or "")
-        _, _, self._splits = network(finished.settings, self._all)
+        self._splits = network(finished.settings, self._all).splits
 
     def _private(self, data: tuple[Tensor, ...]) -> Private:
         """The network before training, on other rows at the same sampling rate."""
         settings, plan = self._run.settings, self._plan
-        model, public, _ = network(settings, self._all)
+        start = network(settings, self._all)
         return make_private(
-            model,
-            optimizer_of(settings, [p for p in model.parameters() if p.requires_grad]),
+            start.model,
+            optimizer_of(settings, [p for p in start.model.parameters() if p.requires_grad]),
             data,
             loss=loss_of(self._splits, settings.precision),
             method=self._run.statement["method"],
@@ -173,7 +173,7 @@ class _Again:
             accountant=settings.accountant,
             self_test=False,
             post=settings.post,
-            public=public,
+            public=start.public,
         )
 
     def one_run(self, canaries: int, confidence: float) -> Row:
@@ -196,7 +196,7 @@ class _Again:
     def membership(self, shadows: int, progress: Callable[[str], None]) -> dict[str, Roc]:
         """Attacks on the run's own model: its training rows are members, its test rows are not."""
         members, others = self._splits.train.data, self._splits.test.data
-        model, _, _ = network(self._run.settings, self._all)
+        model = network(self._run.settings, self._all).model
         model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True, map_location="cpu"))
         found = {"logistic": logistic_attack(model, members, others)}
         if shadows:

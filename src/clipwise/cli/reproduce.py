@@ -201,7 +201,7 @@ class _Study:
         return final, curves
 
     def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
-        model, _, splits = network(plan, splits)
+        model = network(plan, splits).model  # a run without noise takes no public inputs
         device = next(model.parameters()).device
         splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
         method, steps = methods.parse(plan.method), steps_of(plan, len(splits.train))

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -269,8 +269,16 @@ def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
         write(folder / CALIBRATION, as_json(calibration(logits, labels).as_dict(), indent=1))
 
 
-def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | None, Splits]:
-    """The network before training, on its device; its public inputs, and the data without them."""
+class Network(NamedTuple):
+    """A network before training, on its device."""
+
+    model: nn.Module
+    public: Tensor | None  # inputs that go through it beside private ones
+    splits: Splits  # the data without them
+
+
+def network(config: TrainConfig, splits: Splits) -> Network:
+    """The network that the settings name, for these data."""
     if splits.task == "classes" and splits.classes < 2:
         raise InputError(
             f"y must hold labels of at least two classes, got the label 0 alone in {config.data}: add the others, or "
@@ -283,7 +291,7 @@ def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | No
     public, splits = _public(config, splits)
     if public is not None:
         model = models.Accompanied(model, public, methods.parse(config.method).companions)
-    return model.to(_device(config.device)), public, splits
+    return Network(model.to(_device(config.device)), public, splits)
 
 
 def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]:
