@@ -22,16 +22,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clipwise import methods
+from clipwise import advice, methods
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import advise, main
+from clipwise.cli.options import read
 from clipwise.cli.runs import loss_of, network, resolved
 from clipwise.config import TrainConfig
 from clipwise.data import Arrays, load
 from clipwise.private import cross_entropy
-from clipwise.records import oracle
+from clipwise.records import oracle, per_sample
 from clipwise.report.plots import plotted
-from clipwise.types import Gaussian, PoissonGaussian
+from clipwise.types import Gaussian, InputError, PoissonGaussian
 
 MARK = 77.0  # in every private row
 PLAN = ["--model", "mlp(hidden=8)", "--accountant", "rdp", "--delta", "1e-3", "--batch", "40", "--steps", "5"]
@@ -57,6 +58,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def advised(*words: str, folder: str = "advice") -> dict[str, Any]:
     assert main(["advise", "--data", "npz:private.npz", *PLAN, *words, "--folder", folder]) == 0
     return json.loads(Path(folder, "advice.json").read_text())
+
+
+def counts(*of: Any) -> Tensor:
+    """The histogram of private norms, as only a test may see it."""
+    (part,) = advice.histogram(*of).parts
+    assert (part.bound, part.share) == (1, 1)
+    return part.value["counts"]
 
 
 @pytest.fixture
@@ -127,7 +135,7 @@ def test_the_advised_run_counts_the_advice_so_that_both_keep_the_epsilon(capsys:
     found = advised("--spend", "0.5", "--epsilon", "3")
     assert found["epsilon_with_run"] == 3 and "it is 3.000 together" in " ".join(capsys.readouterr().out.split())
     words = shlex.split(found["command"])
-    assert main([*words[1:], "--accountant", "rdp", "--json", "--folder", "run"]) == 0
+    assert main([*words[1:], "--json", "--folder", "run"]) == 0
     stated = json.loads(capsys.readouterr().out)["statement"]
     assert [each["what"] for each in stated["spent_before"]] == [advise.WHAT]
     assert (stated["steps"], stated["releases"]) == (5, 6)
@@ -162,8 +170,8 @@ def test_the_release_is_in_the_ledger_before_it_is_used(monkeypatch: pytest.Monk
 
 def test_what_is_used_is_the_histogram_with_that_much_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     splits = load("npz:private.npz")
-    model = network(_plan(), splits)[0]
-    true = advise._counts(model, loss_of(splits), splits.train, 256)
+    model = network(_plan(), splits).model
+    true = counts(model, loss_of(splits), splits.train, 256)
     released: list[Tensor] = []
     monkeypatch.setattr(advise, "median", lambda counts: released.append(counts) or 1.0)
     for trial in range(15):
@@ -186,16 +194,16 @@ def test_removing_one_sample_moves_one_count_by_one(gone: int) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 3)
     rest = torch.arange(30) != gone
-    before = advise._counts(model, cross_entropy, Arrays((x, y)), 7)
-    after = advise._counts(model, cross_entropy, Arrays((x[rest], y[rest])), 7)
+    before = counts(model, cross_entropy, Arrays((x, y)), 7)
+    after = counts(model, cross_entropy, Arrays((x[rest], y[rest])), 7)
     assert float(before.sum()) == 29 and float((before - after).norm()) == (0 if gone == 3 else 1)
 
 
-@given(st.lists(st.floats(0, 1e3), min_size=len(advise.EDGES) + 1, max_size=len(advise.EDGES) + 1))
+@given(st.lists(st.floats(0, 1e3), min_size=len(advice.EDGES) + 1, max_size=len(advice.EDGES) + 1))
 def test_the_advised_norm_has_half_of_the_counts_on_either_side(counts: list[float]) -> None:
-    found = advise.median(torch.tensor(counts, dtype=torch.float64))
-    edges = (0.0, *advise.EDGES, math.inf)
-    assert advise.EDGES[0] <= found <= advise.EDGES[-1]
+    found = advice.median(torch.tensor(counts, dtype=torch.float64))
+    edges = (0.0, *advice.EDGES, math.inf)
+    assert advice.EDGES[0] <= found <= advice.EDGES[-1]
     half = sum(counts) / 2
     below = sum(c for c, high in zip(counts, edges[1:], strict=True) if high <= found * 0.94)  # it has two digits
     above = sum(c for c, low in zip(counts, edges, strict=False) if low >= found * 1.06)
@@ -251,18 +259,18 @@ def _alignment(gradients: Tensor, method: methods.Method, sigma: float) -> tuple
 def test_the_recommendation_is_the_best_by_its_definition(sigma: float) -> None:
     found = advised("--public", "npz:public.npz", "--warm-up", "0", "--noise-multiplier", str(sigma))
     public = load("npz:public.npz")
-    model = network(replace(_plan(), epsilon=None, noise_multiplier=sigma), public)[0]
+    model = network(replace(_plan(), epsilon=None, noise_multiplier=sigma), public).model
     gradients = _written_out(model, public.train.rows(torch.arange(len(public.train))))
     assert found["measured_on"].startswith(f"{len(gradients)} samples")
     known: dict[str, dict[float, tuple[float, float]]] = {}
     for option in found["options"]:
         family = option["method"].partition("(")[0]
         make: Callable[..., methods.Method] = methods.METHODS[family]
-        clips = advise._clips([float(gradients.norm(dim=1).max())])
+        clips = advice._clips([float(gradients.norm(dim=1).max())])
         known[family] = {clip: _alignment(gradients, make(clip_norm=clip), sigma) for clip in clips}
         value, bias = known[family][option["clip_norm"]]
         assert option["alignment"] == pytest.approx(value, rel=2e-4) and option["bias"] == pytest.approx(bias, abs=1e-3)
-    assert set(known) == set(advise.FAMILIES)
+    assert set(known) == set(advice.FAMILIES)
     most = {family: max(value for value, _ in each.values()) for family, each in known.items()}
     for option in found["options"]:  # a family's clip norm: the largest that is as good as its best one
         family = option["method"].partition("(")[0]
@@ -271,7 +279,7 @@ def test_the_recommendation_is_the_best_by_its_definition(sigma: float) -> None:
         assert option["scale_free"] or option["clip_norm"] == max(good)
     own = {option["method"].partition("(")[0]: option for option in found["options"]}
     best = max(option["alignment"] for option in found["options"])
-    pick = next(family for family in advise.FAMILIES if own[family]["alignment"] >= 0.97 * best)
+    pick = next(family for family in advice.FAMILIES if own[family]["alignment"] >= 0.97 * best)
     assert (found["method"], found["clip_norm"]) == (own[pick]["method"], own[pick]["clip_norm"])
     assert [option["alignment"] for option in found["options"]] == sorted(o["alignment"] for o in own.values())[::-1]
 
@@ -293,8 +301,46 @@ def test_the_advised_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(found["command"])
     assert words[:2] == ["clipwise", "train"] and words[words.index("--method") + 1] == found["method"]
     capsys.readouterr()
-    assert main([*words[1:], "--accountant", "rdp", "--json", "--folder", "run"]) == 0
+    assert main([*words[1:], "--json", "--folder", "run"]) == 0
     assert json.loads(capsys.readouterr().out)["statement"]["method"] == found["method"]
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        (["--epsilon", "3"], {"epsilon": 3.0}),
+        (
+            ["--noise-multiplier", "1.25", "--chunk", "64", "--seed", "7", "--device", "cpu", "--noise-seed", "5"],
+            {"noise_multiplier": 1.25, "chunk": 64, "seed": 7},
+        ),
+    ],
+    ids=["few", "many"],
+)
+def test_the_advised_command_gives_back_every_setting_of_the_planned_run(
+    words: list[str], settings: dict[str, Any]
+) -> None:
+    found = advised(*words)
+    _, _, *typed = shlex.split(found["command"])
+    run = read("train", TrainConfig, typed, "")
+    assert isinstance(run, TrainConfig) and run.learning_rate is not None
+    assert run.learning_rate == pytest.approx(0.5 / found["clip_norm"], rel=0.05)
+    planned = {"model": "mlp(hidden=8)", "accountant": "rdp", "delta": 1e-3, "batch": 40, "steps": 5, "threads": 1}
+    assert run == TrainConfig(
+        data="npz:private.npz",
+        method=found["method"],
+        learning_rate=run.learning_rate,
+        **planned,  # type: ignore[arg-type]
+        **settings,  # and no seed for the run's noise
+    )
+
+
+def test_the_advised_command_for_tokens_runs() -> None:
+    draw = np.random.RandomState(0)
+    np.savez("tokens.npz", x=draw.randint(0, 9, (60, 6)), y=draw.randint(0, 2, 60))
+    model = ["--data", "npz:tokens.npz", "--model", "lstm_classifier", "--vocabulary", "9"]
+    assert main(["advise", *model, *PLAN[2:], "--samples", "32", "--noise-multiplier", "1", "--folder", "advice"]) == 0
+    _, *typed = shlex.split(json.loads(Path("advice/advice.json").read_text())["command"])
+    assert main([*typed, "--folder", "run", "--quiet"]) == 0
 
 
 def test_the_page_says_method_reason_command_and_every_options_numbers() -> None:
@@ -347,8 +393,29 @@ def test_a_second_advice_carries_what_the_first_spent(tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize(("other", "said"), [(0.17, True), (0.12, False)])
 def test_methods_that_hardly_differ_are_said_not_to(other: float, said: bool) -> None:
-    options = [
-        advise.Option(f"{name}(clip_norm=1.0)", 1.0, at, 0.1, 2.0, 0.5, False)
+    options = tuple(
+        advice.Option(f"{name}(clip_norm=1.0)", 1.0, at, 0.1, 2.0, 0.5, False)
         for name, at in (("flat", 0.172), ("psac", other))
-    ]
-    assert ("No method stands out" in advise._reason(options[0], options, 5, 1)) == said
+    )
+    found = advice.Comparison((1.0,), {}, options, 1, (), ())
+    assert ("No method stands out" in found.reason) == said
+
+
+# from Python
+
+
+def test_compared_gives_what_the_command_says() -> None:
+    found = advised("--public", "npz:public.npz", "--warm-up", "0", "--noise-multiplier", "1")
+    public = load("npz:public.npz")
+    model = network(_plan(), public).model
+    gradients = per_sample(model, cross_entropy, public.train.rows(torch.arange(len(public.train))))
+    own = advice.compared([gradients], noise_multiplier=1.0, expected_batch=40.0)
+    assert (own.pick.method, own.reason) == (found["method"], found["reason"])
+    assert list(own.alignment) == list(advice.FAMILIES)
+    assert all(len(values) == len(own.clips) for values in own.alignment.values())
+    assert sum(own.norm_counts) == len(public.train)
+
+
+def test_nothing_to_look_at_is_said() -> None:
+    with pytest.raises(InputError, match="expected gradients to look at, got none"):
+        advice.compared([], noise_multiplier=1.0, expected_batch=1.0)

@@ -23,6 +23,7 @@ from clipwise.audit.mechanics import mechanics, noise_checks, sampling_checks
 from clipwise.audit.verdict import HARSHER
 from clipwise.cli import audit as command
 from clipwise.cli import main
+from clipwise.config import AuditConfig
 from clipwise.methods import METHODS, parse
 from clipwise.models import Accompanied
 from clipwise.records import written
@@ -556,6 +557,18 @@ def test_what_was_spent_before_a_run_is_in_its_ledger_but_not_among_the_steps_th
     by_audit = {row["audit"]: row for row in found["rows"]}
     assert found["plan"]["steps"] == 2 and "6 releases" in by_audit["ledger"]["detail"]
     assert by_audit["one run (retrained)"]["claimed"] < by_audit["ledger"]["claimed"] / 2
+
+
+def test_a_run_is_audited_with_its_statements_steps_also_where_its_last_measurement_was_lost(
+    finished: Path, tmp_path: Path
+) -> None:
+    there = shutil.copytree(finished, tmp_path / "run")
+    measured = (there / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert len(measured) == 4
+    (there / "metrics.jsonl").write_text("".join(measured[:-1]))
+    assert command._plan(AuditConfig(run=(str(there),)), command._read(there)).steps == 4
+    (there / "metrics.jsonl").unlink()
+    assert command._plan(AuditConfig(run=(str(there),)), command._read(there)).steps == 4
 
 
 def test_a_statement_below_what_its_ledger_holds_is_false(

@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 import torch
 
-from clipwise import __version__, training
+from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
+from clipwise.accounting.dice import Plan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.runs import _again, _patient
+from clipwise.cli.runs import _again, _patient, steps_of
 from clipwise.cli.screen import Bar
 from clipwise.cli.train import _resumed
 from clipwise.config import TrainConfig, made
-from clipwise.methods import METHODS
+from clipwise.methods import METHODS, parse
+from clipwise.start import make_private
 from clipwise.types import InputError
 
 RUN = [sys.executable, "-c", "from clipwise.cli import main; raise SystemExit(main())"]
@@ -89,7 +91,7 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
 
 
 def test_calibrate_gives_the_noise_multiplier_without_torch() -> None:
-    words = "['calibrate','--epsilon','4','--delta','1e-5','--sampling-rate','0.04','--steps','1500','--json']"
+    words = "['calibrate','--epsilon','4','--samples','50','--batch','2','--epochs','60','--json']"
     code = f"import sys; from clipwise.cli import main; main({words}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     answer, torch_was_imported = done.stdout.splitlines()
@@ -114,6 +116,105 @@ def test_calibrate_wants_one_of_two(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_sampling_rate_above_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["calibrate", "--epsilon", "1", "--sampling-rate", "1.5", "--steps", "15"]
     assert "sampling_rate must be above 0 and at most 1, got 1.5" in one_line(capsys, words)
+
+
+MNIST = ["--samples", "60000", "--batch", "600"]
+
+
+def calibrated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["calibrate", *words, "--accountant", "rdp", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_calibrate_takes_samples_batch_and_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = calibrated(capsys, "--epsilon", "3", *MNIST, "--epochs", "2.5")
+    assert (found["sampling_rate"], found["steps"]) == (0.01, 250)
+    assert (found["samples"], found["batch"], found["epochs"]) == (60000, 600, 2.5)
+    expected = accounting.calibrate(epsilon=3, delta=1e-5, sampling_rate=0.01, steps=250, accountant="rdp")
+    assert found["noise_multiplier"] == expected
+    back = calibrated(capsys, "--noise-multiplier", str(expected), *MNIST, "--steps", "250")
+    assert back["epsilon"] == accounting.epsilon(
+        noise_multiplier=expected, delta=1e-5, sampling_rate=0.01, steps=250, accountant="rdp"
+    )
+    assert calibrated(capsys, "--epsilon", "3", "--sampling-rate", "0.01", "--epochs", "2.5")["steps"] == 250
+
+
+# the last three lie half-way between two whole numbers, but for rounding
+@pytest.mark.parametrize(
+    ("samples", "batch", "epochs"), [(80, 20, 2.0), (80, 80, 0.1), (191, 1, 2.5), (191, 4, 10.0), (198, 1, 7.25)]
+)
+def test_calibrate_train_and_make_private_make_the_same_number_of_steps_of_epochs(
+    capsys: pytest.CaptureFixture[str], samples: int, batch: int, epochs: float
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    data = (torch.zeros(samples, 2), torch.zeros(samples, dtype=torch.long))
+    private = make_private(
+        model, torch.optim.SGD(model.parameters()), data, noise_multiplier=1.0, epochs=epochs, batch=batch, delta=1e-3
+    )
+    words = ["--samples", str(samples), "--batch", str(batch), "--epochs", str(epochs), "--noise-multiplier", "1"]
+    assert calibrated(capsys, *words)["steps"] == private.steps
+    assert steps_of(TrainConfig(batch=batch, epochs=epochs), samples) == private.steps
+
+
+@pytest.mark.parametrize("memory", ["full", "none", "blocks", "bounded"])
+def test_calibrate_keeps_the_bounds_that_are_proved_of_feedback(
+    capsys: pytest.CaptureFixture[str], memory: str
+) -> None:
+    text = f"dice(flat(0.5), feedback_norm=0.002, memory='{memory}', blocks=5)"
+    plan = Plan.of(parse(text), 600.0, 60000)
+    assert plan is not None
+    setting: dict[str, Any] = {"delta": 1e-5, "steps": 40, "accountant": "rdp"}
+    words = [*MNIST, "--steps", "40", "--method", text]
+    found = calibrated(capsys, "--epsilon", "5", *words)
+    assert found["noise_multiplier"] == plan.calibrate(epsilon=5, **setting)
+    assert (found["method"], found["sensitivity"]) == (str(parse(text)), plan.sensitivity)
+    other = accounting.calibrate(epsilon=5, sampling_rate=0.01, **setting)
+    assert (found["noise_multiplier"] == other) == (memory == "none")  # whose sensitivity alone is larger
+    back = calibrated(capsys, "--noise-multiplier", "6", *words)
+    assert back["epsilon"] == plan.epsilon(noise_multiplier=6.0, **setting)
+    assert main(["calibrate", "--noise-multiplier", "6", "--accountant", "rdp", *words]) == 0
+    shown = capsys.readouterr().out
+    assert f"over the sensitivity {plan.sensitivity:g} of {parse(text)}, by the bound proved of it" in shown
+    assert ("each step from one of 5 groups" in shown) == (memory in ("blocks", "bounded"))
+
+
+@pytest.mark.parametrize(
+    ("method", "sensitivity"),
+    [("flat(0.5)", 0.5), ("psac", 1.0), ("p_average(flat(0.5), size=4)", 1.0), ("adaptive", None), ("layerwise", None)],
+)
+def test_calibrate_says_that_other_methods_take_the_same_multiplier_over_their_sensitivity(
+    capsys: pytest.CaptureFixture[str], method: str, sensitivity: float | None
+) -> None:
+    words = ["--epsilon", "3", *MNIST, "--epochs", "1"]
+    without = calibrated(capsys, *words)
+    assert calibrated(capsys, *words, "--method", method) == without | {
+        "method": str(parse(method)),
+        "sensitivity": sensitivity,
+    }
+    assert main(["calibrate", "--accountant", "rdp", *words, "--method", method]) == 0
+    known = "" if sensitivity is None else f" {sensitivity:g}"
+    said = f"over the sensitivity{known} of {parse(method)}; it is the same for all methods without feedback"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "5"], "expected either --sampling-rate, or --samples and --batch, got none: write"),
+        (["--steps", "5", "--samples", "9"], "or --samples and --batch, got --samples: write for instance --samples"),
+        (["--steps", "5", "--batch", "9", "--sampling-rate", "0.1"], "and --batch, got --sampling-rate, --batch: w"),
+        ([*MNIST], "expected either --epochs or --steps, got neither"),
+        ([*MNIST, "--epochs", "1", "--steps", "5"], "expected either --epochs or --steps, got both"),
+        ([*MNIST, "--epochs", "0"], "epochs must be a number above 0, got 0.0"),
+        (["--samples", "5", "--batch", "6", "--steps", "5"], "batch must be at most the 5 samples, got 6"),
+        (["--samples", "0", "--batch", "0", "--steps", "5"], "samples must be a whole number of at least 1, got 0"),
+        (["--sampling-rate", "0.1", "--steps", "5", "--method", "dice"], "expected --samples and --batch, got --samp"),
+        ([*MNIST, "--steps", "5", "--method", "momentum_per_sample"], "is for full batches"),
+        ([*MNIST, "--steps", "5", "--method", "pasc"], "unknown method 'pasc': did you mean 'psac'?"),
+    ],
+)
+def test_calibrate_says_what_it_expects(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert message in one_line(capsys, ["calibrate", "--epsilon", "3", *words])
 
 
 def test_cite_prints_every_method_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,6 +296,17 @@ def test_samples_that_are_taken_as_public_are_not_said_to_be_evaluated(capsys: p
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(small("--quiet")) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_that_diverged_has_null_where_json_has_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not JSON")
+
+    assert main(small("--learning-rate", "1e38", "--json-lines")) == 0
+    shown = capsys.readouterr()
+    *measured, result = (json.loads(line, parse_constant=refuse) for line in shown.out.splitlines())
+    assert len(measured) == 4 and measured[-1]["loss"] is None and result["loss"] is None
+    assert "the run diverged" in shown.err
 
 
 def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clipwise.cli import COMMANDS
-from clipwise.cli.options import read
+from clipwise.cli.options import read, words
 from clipwise.config import (
     BenchConfig,
     CalibrateConfig,
@@ -124,9 +124,11 @@ def test_naming_one_of_two_alternatives_removes_the_other_one_of_the_file() -> N
     assert (config.epochs, config.steps) == (None, 5)
 
 
-def test_a_setting_without_a_default_must_be_given() -> None:
-    with pytest.raises(InputError, match="--steps is missing .*: write --steps 100"):
-        made(CalibrateConfig, {"sampling_rate": 0.1})
+def test_a_rate_stands_in_the_place_of_samples_and_batch_but_one_of_these_not_of_the_other() -> None:
+    parts = {"samples": 600, "batch": 6}
+    assert made(CalibrateConfig, parts, {"sampling_rate": 0.5}) == CalibrateConfig(sampling_rate=0.5)
+    assert made(CalibrateConfig, {"sampling_rate": 0.5}, parts) == CalibrateConfig(samples=600, batch=6)
+    assert made(CalibrateConfig, parts, {"batch": 7}) == CalibrateConfig(samples=600, batch=7)
 
 
 @pytest.mark.parametrize("settings", ALL)
@@ -147,6 +149,28 @@ def test_options_are_read_with_their_types() -> None:
     config = read("train", TrainConfig, ["--epsilon", "3", "--batch=8", "--no-self-test", "--json"], "")
     assert config == TrainConfig(epsilon=3.0, batch=8, self_test=False, json=True)
     assert read("bench", BenchConfig, ["--rows", "a", "b;c"], "") == BenchConfig(rows=("a", "b", "c"))
+
+
+@given(
+    data=st.text(st.characters(exclude_categories=("Cs",))).filter(lambda text: not text.startswith("-")),
+    epsilon=st.none() | st.floats(0, allow_nan=False),
+    steps=st.none() | st.integers(),
+    self_test=st.booleans(),
+    compile=st.booleans(),
+    first=st.sampled_from([(), ("data",), ("method", "data")]),
+)
+def test_words_are_read_again_as_the_settings_that_they_were_made_of(
+    data: str, epsilon: float | None, steps: int | None, self_test: bool, compile: bool, first: tuple[str, ...]
+) -> None:
+    config = TrainConfig(data=data, epsilon=epsilon, steps=steps, self_test=self_test, compile=compile)
+    typed = words(config, first)
+    assert read("train", TrainConfig, typed, "") == config
+    assert typed[: 2 * len(first) : 2] == [flag(name) for name in first]
+
+
+def test_what_is_the_default_takes_no_words() -> None:
+    assert words(TrainConfig()) == []
+    assert words(TrainConfig(epsilon=3.0, self_test=False)) == ["--epsilon", "3", "--no-self-test"]
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:

@@ -256,7 +256,14 @@ def test_the_last_iterates_are_given_oldest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["adaptive(1.0)", "schedule([(0, flat(1.0))])", "momentum_per_sample(flat(1.0))", "dice(memory='blocks')"]
+    "method",
+    [
+        "adaptive(1.0)",
+        "schedule([(0, flat(1.0))])",
+        "momentum_per_sample(flat(1.0))",
+        "dice(memory='blocks')",
+        "dice(memory='bounded')",
+    ],
 )
 def test_what_changes_from_step_to_step_is_not_run_without_noise(method: str) -> None:
     with pytest.raises(InputError, match="same at every step"):

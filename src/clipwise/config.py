@@ -12,17 +12,15 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from clipwise.types import InputError, nearest
 
 
-def option(
-    help: str, default: Any = MISSING, *, group: str = "training", kept: bool = True, positional: bool = False
-) -> Any:
-    """A field with its help text; without a default it must be given.
+def option(help: str, default: Any, *, group: str = "training", kept: bool = True, positional: bool = False) -> Any:
+    """A field with its help text.
 
     ``kept`` fields define a run and are written into its settings; the others say how and where it runs.
     """
@@ -145,8 +143,16 @@ class CalibrateConfig(Output):
     epsilon: float | None = option("find the noise multiplier that keeps this", None, group="privacy")
     noise_multiplier: float | None = option("find the ε that this costs", None, group="privacy")
     delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")
-    sampling_rate: float = option("the expected batch over the number of samples", group="privacy")
-    steps: int = option("number of steps", group="privacy")
+    sampling_rate: float | None = option("the expected batch over the number of samples", None, group="privacy")
+    samples: int | None = option("number of samples, with batch instead of sampling-rate", None, group="privacy")
+    batch: int | None = option("expected number of samples in a step", None, group="privacy")
+    steps: int | None = option("number of steps", None, group="privacy")
+    epochs: float | None = option("passes over the data in expectation, instead of steps", None, group="privacy")
+    method: str | None = option(
+        "the clipping method, as for clipwise train; one with feedback takes another noise, and samples and batch",
+        None,
+        group="privacy",
+    )
     accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
 
 
@@ -282,8 +288,16 @@ class AuditConfig(Output):
 
 C = TypeVar("C", bound=Output)
 
-# Of each pair one is given: who names one on the command line has not asked for the other one in the file.
-EITHER = (("epsilon", "noise_multiplier"), ("epochs", "steps"))
+# Who names one on the command line has not asked for those in the file that it stands in the place of.
+INSTEAD = {
+    "epsilon": ("noise_multiplier",),
+    "noise_multiplier": ("epsilon",),
+    "epochs": ("steps",),
+    "steps": ("epochs",),
+    "sampling_rate": ("samples", "batch"),
+    "samples": ("sampling_rate",),
+    "batch": ("sampling_rate",),
+}
 # type → how a message calls it, and an example
 WORDS: dict[type, tuple[str, str]] = {
     str: ("text", '"flat"'),
@@ -312,16 +326,8 @@ def made(settings: type[C], *layers: Mapping[str, Any]) -> C:
     """The settings from checked values; a later layer wins over an earlier one."""
     values: dict[str, Any] = {}
     for layer in layers:
-        for pair in EITHER:
-            if any(name in layer for name in pair):
-                values = {name: value for name, value in values.items() if name not in pair}
-        values |= layer
-    for each in dataclasses.fields(settings):
-        if each.default is MISSING and each.name not in values:
-            example = WORDS[kinds(settings)[each.name]][1]
-            raise InputError(
-                f"{flag(each.name)} is missing ({each.metadata['help']}): write {flag(each.name)} {example}"
-            )
+        dropped = {other for name in layer for other in INSTEAD.get(name, ())}
+        values = {name: value for name, value in values.items() if name not in dropped} | dict(layer)
     found = settings(**values)
     vars(found)["_spoken"] = frozenset(values)  # no field: it is not part of what the settings are
     return found

@@ -6,11 +6,9 @@ Gives: Rows; a row fails where a lower bound is above the claim, or where noise 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 from clipwise.accounting import epsilon
 from clipwise.audit.bounds import Bound
@@ -72,10 +70,6 @@ class Row:
     ceiling: float | None
     passed: bool
     detail: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; JSON has no infinity, so that is None."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 Job = tuple[int, str, Callable[[float], list[Row]]]  # how many bounds it makes, what it is, and (confidence of each) →

@@ -53,7 +53,7 @@ COMMANDS = {
     "calibrate": Command(
         config.CalibrateConfig,
         "Find the noise multiplier that keeps an ε, or the ε that a noise multiplier costs.",
-        "clipwise calibrate --epsilon 4 --delta 1e-5 --sampling-rate 0.04 --steps 1500",
+        "clipwise calibrate --epsilon 4 --samples 60000 --batch 600 --epochs 20",
     ),
     "audit": Command(
         config.AuditConfig,

@@ -30,13 +30,16 @@ from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_th
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
+from clipwise.plain import as_json
 from clipwise.private import Private
-from clipwise.report.folder import AUDIT, LEDGER, METRICS, MODEL, SETTINGS, STATEMENT, write
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
 RECOUNT = "ledger"  # an audit that adds up and attacks nothing
+# of a statement; the steps are the run's own: the ledger may hold what was released before it, too
+NEEDED = ("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "releases", "method", "accountant")
 LABEL = 19  # characters of a method's name in the table, so that it fits into 80
 RETRAINED = (
     "A finished run cannot be audited after the fact: its method, noise and steps were audited on small problems, "
@@ -51,7 +54,6 @@ class _Finished:
     path: Path
     settings: TrainConfig
     statement: dict[str, Any]
-    steps: int  # its own: the ledger may hold what was released before it, too
 
 
 def run(config: AuditConfig) -> str:
@@ -110,9 +112,7 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
         for name, value in given.items():
             if value is not None:
                 raise InputError(f"a run has its own {name}, got --{name.replace('_', '-')} {value}: leave it out")
-        stated = finished.statement
-        given = {name: stated[name] for name in ("noise_multiplier", "sampling_rate", "delta")}
-        given["steps"] = finished.steps
+        given = {name: finished.statement[name] for name in given}
     return Plan(
         **{name: value for name, value in given.items() if value is not None},
         trials=config.trials,
@@ -128,12 +128,11 @@ def _read(path: Path) -> _Finished:
         raise InputError(f"there is no finished run in {path}: expected a folder with {STATEMENT}")
     try:
         statement = json.loads((path / STATEMENT).read_text())
-        for name in ("epsilon", "delta", "noise_multiplier", "sampling_rate", "releases", "method", "accountant"):
+        for name in NEEDED:
             statement[name]
-        steps = int(json.loads((path / METRICS).read_text().splitlines()[-1])["step"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
-    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement, steps)
+    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement)
 
 
 def _ledger(finished: _Finished) -> Row:
@@ -153,15 +152,15 @@ class _Again:
     def __init__(self, finished: _Finished, plan: Plan) -> None:
         self._run, self._plan = finished, plan
         self._all = splits_for(finished.settings, finished.settings.model or "")
-        _, _, self._splits = network(finished.settings, self._all)
+        self._splits = network(finished.settings, self._all).splits
 
     def _private(self, data: tuple[Tensor, ...]) -> Private:
         """The network before training, on other rows at the same sampling rate."""
         settings, plan = self._run.settings, self._plan
-        model, public, _ = network(settings, self._all)
+        start = network(settings, self._all)
         return make_private(
-            model,
-            optimizer_of(settings, [p for p in model.parameters() if p.requires_grad]),
+            start.model,
+            optimizer_of(settings, [p for p in start.model.parameters() if p.requires_grad]),
             data,
             loss=loss_of(self._splits, settings.precision),
             method=self._run.statement["method"],
@@ -174,7 +173,7 @@ class _Again:
             accountant=settings.accountant,
             self_test=False,
             post=settings.post,
-            public=public,
+            public=start.public,
         )
 
     def one_run(self, canaries: int, confidence: float) -> Row:
@@ -197,7 +196,7 @@ class _Again:
     def membership(self, shadows: int, progress: Callable[[str], None]) -> dict[str, Roc]:
         """Attacks on the run's own model: its training rows are members, its test rows are not."""
         members, others = self._splits.train.data, self._splits.test.data
-        model, _, _ = network(self._run.settings, self._all)
+        model = network(self._run.settings, self._all).model
         model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True, map_location="cpu"))
         found = {"logistic": logistic_attack(model, members, others)}
         if shadows:
@@ -292,7 +291,7 @@ def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
     found: dict[str, Any] = {
         "passed": all(each.passed for each in rows),
         "plan": asdict(plan),
-        "rows": [each.as_dict() for each in rows],
+        "rows": [asdict(each) for each in rows],
     }
     if finished is not None:
         found |= {
@@ -300,4 +299,4 @@ def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
             "note": RETRAINED,
             "membership": {name: roc.as_dict() for name, roc in membership.items()},
         }
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return as_json(found)

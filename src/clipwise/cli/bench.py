@@ -6,13 +6,13 @@ Gives: the table of ``clipwise.bench``, as text or JSON.
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 
 from clipwise.bench import as_text, bench, slowest_of
 from clipwise.config import BenchConfig
+from clipwise.plain import as_json
 from clipwise.types import whole
 
 
@@ -36,7 +36,7 @@ def run(config: BenchConfig) -> str:
     profiles = {row: _profile(row, config) for row in rows}
     if config.json:
         found = table.as_dict() | ({"profile": profiles} if config.profile else {})
-        return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+        return as_json(found)
     heads = {row: f"{row}, the slowest layers, each measured on its own:" for row in profiles}
     return "\n".join([as_text(table), *(line for row in rows for line in ("", heads[row], *profiles[row]))]) + "\n"
 

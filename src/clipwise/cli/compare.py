@@ -6,7 +6,6 @@ Gives: one run's folder per method, a table of accuracy, ε and clipping bias as
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,13 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, short, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig, Training
+from clipwise.plain import as_json
 from clipwise.report import epsilon_together, own, read, written
 from clipwise.report.answer import ranking
 from clipwise.report.answer import rows as numbers
 from clipwise.report.folder import refuse_used
+from clipwise.report.runs import short
 from clipwise.types import InputError
 
 NOTE = (
@@ -91,14 +92,14 @@ def run(config: CompareConfig) -> str:
     if config.json or config.json_lines:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
-        return json.dumps(values, indent=None if config.json_lines else 2) + "\n"
+        return as_json(values, indent=None if config.json_lines else 2)
     samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
     return "" if config.quiet else _table(rows, ranking(numbers(runs)), together, config.delta, samples, page)
 
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``."""
-    shared = {each.name: getattr(config, each.name) for each in fields(Training) if each.name != "folder"}
+    shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")
     plan = TrainConfig(**shared, method=method.strip())
     if not at:

@@ -6,7 +6,6 @@ Gives: a table of names, sizes, samples and papers, or JSON.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 from rich.table import Table
@@ -15,13 +14,14 @@ from rich.text import Text
 from clipwise import models
 from clipwise.cli.screen import rendered
 from clipwise.config import Output
+from clipwise.plain import as_json
 
 
 def run(config: Output) -> str:
     """A row for each network."""
     rows = models.list()
     if config.json:
-        return json.dumps([asdict(row) for row in rows], indent=2) + "\n"
+        return as_json([asdict(row) for row in rows])
     table = Table(box=None, pad_edge=False)
     for title in ("name", "parameters", "one sample", "made for", "paper"):
         table.add_column(title, justify="right" if title == "parameters" else "left", no_wrap=title == "name")

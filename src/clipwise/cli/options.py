@@ -2,6 +2,7 @@
 
 Receives: a dataclass of ``clipwise.config`` and the arguments after the command's name.
 Gives: the settings, from the command line first and then from the file that ``--config`` names; or the help text.
+``words`` is the way back: the arguments that a run's settings are made of.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
-from clipwise.config import WORDS, Output, flag, from_toml, kinds, made
+from clipwise.config import WORDS, Output, TrainConfig, flag, from_toml, kinds, made
 from clipwise.types import InputError
 
 C = TypeVar("C", bound=Output)
@@ -41,6 +42,24 @@ def read(command: str, settings: type[C], arguments: Sequence[str], about: str) 
     path = given.pop("config")
     typed = {name: _value(name, kinds(settings)[name], value) for name, value in given.items()}
     return made(settings, from_toml(settings, path) if path is not None else {}, typed)
+
+
+def words(settings: TrainConfig, first: Sequence[str] = ()) -> list[str]:
+    """The arguments of which ``read`` makes these settings: ``first`` in any case, then what is not the default."""
+    default = {each.name: each.default for each in dataclasses.fields(settings)}
+    others = [name for name in default if name not in first and getattr(settings, name) != default[name]]
+    return [word for name in (*first, *others) for word in _typed(name, getattr(settings, name))]
+
+
+def _typed(name: str, value: Any) -> list[str]:
+    """One setting as it is typed."""
+    if isinstance(value, bool):
+        return [flag(name) if value else _no(name)]
+    return [flag(name), repr(value).removesuffix(".0") if isinstance(value, float) else str(value)]
+
+
+def _no(name: str) -> str:
+    return f"--no-{flag(name)[2:]}"
 
 
 def _guess(word: str, parser: argparse.ArgumentParser) -> str:
@@ -89,14 +108,14 @@ def _add(group: argparse._ArgumentGroup, each: dataclasses.Field[Any], kind: typ
     if each.metadata["positional"]:
         group.add_argument(each.name, metavar=_word(each), nargs="*", help=text)
     elif kind is bool and each.default:
-        group.add_argument(f"--no-{flag(each.name)[2:]}", dest=each.name, action="store_false", help=f"do not {text}")
+        group.add_argument(_no(each.name), dest=each.name, action="store_false", help=f"do not {text}")
         group.add_argument(flag(each.name), dest=each.name, action="store_true", help=argparse.SUPPRESS)
     elif kind is bool:
         group.add_argument(flag(each.name), dest=each.name, action="store_true", help=text)
     elif kind is tuple:
         group.add_argument(flag(each.name), metavar="NAME", nargs="+", help=text)
     else:
-        shown = "" if each.default in (None, dataclasses.MISSING) else f" [{each.default}]"
+        shown = "" if each.default is None else f" [{each.default}]"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         group.add_argument(flag(each.name), metavar=metavar, help=text + shown)
 

@@ -6,7 +6,6 @@ Gives: report.html, report.json and plots in a folder; their paths and the answe
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.text import Text
@@ -14,6 +13,7 @@ from rich.text import Text
 from clipwise.cli.runs import new_folder
 from clipwise.cli.screen import rendered
 from clipwise.config import ReportConfig
+from clipwise.plain import as_json
 from clipwise.report import read, written
 from clipwise.report.answer import rows, told
 from clipwise.types import InputError
@@ -31,6 +31,6 @@ def run(config: ReportConfig) -> str:
     answer = told(rows(found))
     if config.json:
         places = {"report": str(page), "numbers": str(numbers), "plots": [str(plot) for plot in plots]}
-        return json.dumps({**places, "runs": len(found), "answer": answer}, indent=2, ensure_ascii=False) + "\n"
+        return as_json({**places, "runs": len(found), "answer": answer})
     drawn = f"plots for papers  {plots[0].parent}\n" if plots else ""  # a run that measured nothing has none
     return f"{rendered(Text(' '.join(answer)))}\nreport  {page}\nnumbers  {numbers}\n{drawn}"

@@ -6,8 +6,6 @@ Gives: for each experiment a folder with results.json, a plot and the runs; a ta
 
 from __future__ import annotations
 
-import json
-import math
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -23,7 +21,17 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from clipwise import methods, postprocess
-from clipwise.cli.runs import loss_of, network, new_folder, optimizer_of, resolved, run_one, splits_for, steps_of
+from clipwise.cli.runs import (
+    loss_of,
+    measured_every,
+    network,
+    new_folder,
+    optimizer_of,
+    resolved,
+    run_one,
+    splits_for,
+    steps_of,
+)
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
 from clipwise.data import Splits
@@ -37,11 +45,11 @@ from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import summary, written
 from clipwise.methods import Method
+from clipwise.plain import as_json
 from clipwise.records import Capture, Loss
 from clipwise.report import RunFolder
 from clipwise.types import InputError, Refused, whole
 
-MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
 READS_DATA = "Gradients, training accuracy and membership are read from the training data: not private."
 Curves = dict[str, Curve]
@@ -52,7 +60,7 @@ def run(config: ReproduceConfig) -> str:
     if config.list:
         titles = known()
         if config.json:
-            return json.dumps(titles, indent=2) + "\n"
+            return as_json(titles)
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, title in titles.items():
             table.add_row(name, Text(title))
@@ -65,7 +73,7 @@ def run(config: ReproduceConfig) -> str:
     answers = [_made(config, experiment) for experiment in planned]
     if config.json:
         found = [values for values, _ in answers]
-        return json.dumps(found[0] if len(found) == 1 else found, indent=2) + "\n"
+        return as_json(found[0] if len(found) == 1 else found)
     return "" if config.quiet else "\n".join(text for _, text in answers)
 
 
@@ -101,7 +109,7 @@ def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, An
 
 
 def _keep(folder: RunFolder, values: Mapping[str, Any]) -> None:
-    folder.write("results.json", json.dumps(values, indent=2) + "\n")
+    folder.write("results.json", as_json(values))
 
 
 @dataclass
@@ -193,11 +201,11 @@ class _Study:
         return final, curves
 
     def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
-        model, _, splits = network(plan, splits)
+        model = network(plan, splits).model  # a run without noise takes no public inputs
         device = next(model.parameters()).device
         splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
         method, steps = methods.parse(plan.method), steps_of(plan, len(splits.train))
-        every = plan.evaluate_every or -(-steps // MEASUREMENTS)
+        every = measured_every(plan, steps)
         keys = self._keys(plan, splits)
         rows: Curve = []
 
@@ -287,10 +295,7 @@ def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path,
         "set": study.changed,
         "folder": str(study.folder),
         "plots": [str(plot) for plot in plots],
-        "lines": [
-            {**asdict(line), "measured": _finite(line.measured), "difference": line.difference}
-            for line in compared(experiment, results)
-        ],
+        "lines": [{**asdict(line), "difference": line.difference} for line in compared(experiment, results)],
         "claims": claims,
         "runs": [
             {
@@ -298,22 +303,15 @@ def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path,
                 "private": result.private,
                 "note": "" if result.private else NOT_PRIVATE,
                 "refused": result.refused,
-                "values": {name: _finite(value) for name, value in result.values.items()},
-                "spread": {name: _finite(value) for name, value in result.spread.items()},
+                "values": result.values,
+                "spread": result.spread,
                 "seconds": round(result.seconds, 3),
                 "settings": dict(next(run.settings for run in experiment.runs if run.name == result.name)),
-                "curves": {
-                    name: [{key: _finite(value) for key, value in row.items()} for row in curve]
-                    for name, curve in result.curves.items()
-                },
+                "curves": result.curves,
             }
             for result in results
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> str:

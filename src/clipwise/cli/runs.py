@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import json
 import shlex
 import signal
 import threading
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,12 @@ from clipwise.data import Arrays, Splits, load
 from clipwise.diagnostics import Monitor, calibration, predicted, quality
 from clipwise.losses import cross_entropy, squared_error
 from clipwise.methods import Method
+from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
+from clipwise.report.runs import short
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
@@ -114,12 +115,6 @@ def new_folder(name: str) -> Path:
     return next(place for place in tries if not place.exists())
 
 
-def short(data: str) -> str:
-    """The data's name as a part of a file name."""
-    head = data.partition("?")[0]
-    return Path(head.partition(":")[2]).stem if ":" in head else head
-
-
 def settings_of(folder: str) -> TrainConfig:
     """The settings of the interrupted run in a folder."""
     place = Path(folder)
@@ -182,9 +177,7 @@ def run_one(
     device = next(model.parameters()).device
     splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
     steps = steps_of(config, len(splits.train))
-    every = (
-        -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
-    )
+    every = measured_every(config, steps)
     # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart
     apart = every if beside else every * -(-LOOKS_APART // every)
     monitor = _monitor(config, splits, apart if config.diagnose_every is None else config.diagnose_every, beside)
@@ -274,11 +267,19 @@ def _calibrated(model: nn.Module, splits: Splits, folder: Path) -> None:
     """Keep how honest the final model's confidences are, for the report."""
     logits, labels = predicted(model, splits.test)
     if bool(logits.isfinite().all()):  # a run that diverged has no confidences
-        write(folder / CALIBRATION, json.dumps(calibration(logits, labels).as_dict(), indent=1) + "\n")
+        write(folder / CALIBRATION, as_json(calibration(logits, labels).as_dict(), indent=1))
 
 
-def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | None, Splits]:
-    """The network before training, on its device; its public inputs, and the data without them."""
+class Network(NamedTuple):
+    """A network before training, on its device."""
+
+    model: nn.Module
+    public: Tensor | None  # inputs that go through it beside private ones
+    splits: Splits  # the data without them
+
+
+def network(config: TrainConfig, splits: Splits) -> Network:
+    """The network that the settings name, for these data."""
     if splits.task == "classes" and splits.classes < 2:
         raise InputError(
             f"y must hold labels of at least two classes, got the label 0 alone in {config.data}: add the others, or "
@@ -291,7 +292,7 @@ def network(config: TrainConfig, splits: Splits) -> tuple[nn.Module, Tensor | No
     public, splits = _public(config, splits)
     if public is not None:
         model = models.Accompanied(model, public, methods.parse(config.method).companions)
-    return model.to(_device(config.device)), public, splits
+    return Network(model.to(_device(config.device)), public, splits)
 
 
 def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]:
@@ -326,7 +327,15 @@ def steps_of(config: TrainConfig, samples: int) -> int:
     """How many steps the settings ask for, on so many samples."""
     if config.steps is not None:
         return whole("steps", config.steps)
-    return max(1, round(positive("epochs", config.epochs or 0) * samples / whole("batch", config.batch)))
+    rate = whole("batch", config.batch) / samples
+    return max(1, round(positive("epochs", config.epochs or 0) / rate))  # as make_private rounds
+
+
+def measured_every(config: TrainConfig, steps: int) -> int:
+    """How many steps lie between two measurements."""
+    return (
+        -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
+    )
 
 
 @contextmanager

@@ -6,8 +6,6 @@ Gives: Bar, a context, and rendered, which lays a table out for the terminal or 
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,6 +13,8 @@ from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from clipwise.plain import as_json
 
 
 class Bar:
@@ -69,14 +69,14 @@ class Bar:
         room = self._width - self._taken - len(f"{total}/{total}")
         self._progress.update(self._task, completed=done, measured=_measured(row, room))
         if self._lines and row.get("step") == done:
-            print(self._line(done, total, row), flush=True)
+            print(self._line(done, total, row), end="", flush=True)
 
     def _line(self, done: int, total: int, row: Mapping[str, float]) -> str:
         each = (time.monotonic() - self._began) / max(1, done - self._first)  # the first step set the clock
-        values = {"clipped": math.nan, **row, "seconds_left": round(each * (total - done), 1)}
-        # JSON has no NaN: what is not known, or diverged, is null
-        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        return json.dumps({"run": self._name, **known, "step": done, "steps": total}, ensure_ascii=False)
+        left = round(each * (total - done), 1)
+        # clipped is null where nobody looked
+        known = {"run": self._name, "clipped": None, **row, "seconds_left": left, "step": done, "steps": total}
+        return as_json(known, indent=None)
 
     def stopping(self) -> None:
         """Say that Ctrl-C was heard."""

@@ -6,7 +6,6 @@ Gives: the run's folder, and a summary as text or JSON.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -17,10 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, short, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag
+from clipwise.plain import as_json
 from clipwise.report.folder import refuse_used
+from clipwise.report.runs import short
 from clipwise.report.statement import counted
 from clipwise.training import Run
 from clipwise.types import InputError
@@ -46,7 +47,7 @@ def run(config: TrainConfig) -> str:
         )
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
-        return json.dumps(_values(config, finished, time.monotonic() - start), indent=indent) + "\n"
+        return as_json(_values(config, finished, time.monotonic() - start), indent)
     return "" if config.quiet else _summary(finished, evaluated(config, splits), time.monotonic() - start)
 
 
@@ -64,8 +65,7 @@ def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:
     return {
         "folder": str(finished.folder),
-        # JSON has no NaN: a run that diverged has null
-        **{name: value if math.isfinite(value) else None for name, value in finished.metrics[-1].items()},
+        **finished.metrics[-1],
         "delta": config.delta,
         "seconds": round(seconds, 3),
         "statement": finished.statement.as_dict(),

@@ -12,11 +12,10 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from clipwise.types import InputError, nearest, one_of
 
-Scale = Literal["small", "full"]
 SCALES = ("small", "full")
 HOME = Path(__file__).parent
 MEASURES = ("train", "gradients", "calibration", "membership", "window")

@@ -7,9 +7,8 @@ there is no release, no ledger and no ε.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from clipwise.data import Arrays
 from clipwise.engine import Here
 from clipwise.methods import Method
+from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post, identity
-from clipwise.randomness import SeededStream, Stream
-from clipwise.records import Capture, Loss, SampleGradients, trainable
+from clipwise.randomness import SeededStream
+from clipwise.records import Capture, Loss, trainable
 from clipwise.records.tape import mapped
-from clipwise.sampling import chunks, poisson, units
+from clipwise.sampling import poisson
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import Batch, Gradient, InputError, whole
 
@@ -52,29 +52,25 @@ def descend(
     """Train without noise, on Poisson batches that follow the seed; gives the last ``keep`` iterates, oldest first.
 
     Guarantees: the same sums as a private step of this method, divided by the expected batch.
-    Edge cases: methods that change from step to step (adaptive, schedule, feedback in blocks) or keep a momentum for
-    each sample are refused.
+    Edge cases: methods that change from step to step (adaptive, schedule), draw from groups of samples (feedback that
+    is forgotten in blocks or bounded) or keep a momentum for each sample are refused.
     """
-    blocks = method.feedback is not None and method.feedback.memory == "blocks"
-    if method.after is not None or method.recall is not None or method.companions or blocks:
+    grouped = method.feedback is not None and method.feedback.memory in ("blocks", "bounded")
+    if method.after is not None or method.recall is not None or method.companions or grouped:
         raise InputError(f"a run without noise takes a method that is the same at every step, got {method}")
     if whole("batch", batch) > len(data):
         raise InputError(f"batch must be at most the {len(data)} samples of the data, got {batch}")
-    filtered: Any = None
     filter_ = identity() if post is None else post
-    capture, stream = Capture(model, loss), SeededStream(seed)
-    past: tuple[Gradient, ...] = ()
+    passes, stream = Passes(Capture(model, loss), data, float(batch), chunk), SeededStream(seed)
+    state = AT_START
     iterates: tuple[Gradient, ...] = ()
-    mean: Gradient | None = None
     error: Gradient | None = None
-    device = next(iter(trainable(model).values())).device
     for step in range(whole("steps", steps)):
         parameters = trainable(model)
         drawn = stream.at(step)
         indices = poisson(len(data), batch / len(data), drawn)
-        engine = partial(_engine, capture, int(drawn.uniform(1).item() * 2**53), past, mean)
         residual = zeros(parameters) if method.feedback is not None else None
-        gradients = _gradients(method, engine, indices, data, batch, chunk, drawn, device)
+        gradients = (found for _, found in passes.gradients(method, indices, drawn, state))
         private, _ = private_sum(method, parameters, gradients, residual)
         total = {name: value for part in private.parts for name, value in part.value.items()}
         if method.feedback is not None and residual is not None:
@@ -82,12 +78,12 @@ def descend(
             sent, error = fed_back(method.feedback, error, residual, float(batch), False)
             total = {name: value + sent[name] for name, value in total.items()}
         here = {name: p.detach().clone() for name, p in parameters.items()}
-        past = (here, *past)[: method.past]
         iterates = (*iterates, here)[-keep:] if keep else ()
         count = batch / method.unit
         mean = {name: value / count for name, value in total.items()}
         # no noise: its deviation is zero in every entry
-        filtered, update = filter_.apply(filtered, mean, dict.fromkeys(mean, 0.0))
+        filtered, update = filter_.apply(state.post, mean, dict.fromkeys(mean, 0.0))
+        state = PublicState((here, *state.past)[: method.past], mean, filtered)
         for name, parameter in parameters.items():
             parameter.grad = update[name].to(parameter.dtype)
         optimizer.step()
@@ -95,36 +91,10 @@ def descend(
         if scheduler is not None:
             scheduler.step()
         if look is not None:
-            look(step + 1, partial(_engine, capture, 0, past, mean))
+            look(step + 1, partial(passes.engine, seed=0, state=state))
     return iterates
 
 
 def rows_of(data: Arrays, indices: Tensor, device: torch.device) -> Batch:
     """The data of these samples, on the model's device."""
     return mapped(data.rows(indices), lambda t: t.to(device))
-
-
-def _engine(capture: Capture, seed: int, past: tuple[Gradient, ...], mean: Gradient | None, samples: Tensor) -> Here:
-    return Here(capture, samples, seed=seed, past=past, released=mean)
-
-
-def _gradients(
-    method: Method,
-    engine: Callable[[Tensor], Here],
-    indices: Tensor,
-    data: Arrays,
-    batch: int,
-    chunk: int,
-    stream: Stream,
-    device: torch.device,
-) -> Iterator[SampleGradients]:
-    """v_i chunk by chunk; units of several samples come whole and are averaged."""
-    size = max(1, chunk // method.rows)
-    if method.unit == 1:
-        for piece in chunks(indices, size):
-            yield method.gradients(engine(piece), rows_of(data, piece, device))
-        return
-    for padded, taken in units(indices, round(batch / method.unit), size, stream):
-        piece = padded.flatten()
-        samples = method.gradients(engine(piece), rows_of(data, piece, device))
-        yield (1 / method.unit) * samples.masked(taken.flatten().to(device)).merged(padded.shape[1])

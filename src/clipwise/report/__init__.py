@@ -4,7 +4,7 @@ Receives: a run's settings, ledger, measurements and diagnostics.
 Gives: files that are whole or absent; Statement; written, which makes report.html, report.json and plots of runs.
 
 To read in this order: statement and folder (one run), board (TensorBoard), runs (folders read back), figures (what is
-shown), svg and plots (drawing it), answer (what it says), page (report.html).
+shown), svg and plots (drawing it), answer (what it says), page (report.html), advice (advice.html).
 """
 
 from clipwise.report.folder import RunFolder

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -47,10 +46,6 @@ class Row:
     def said(self) -> str:
         """The name as a sentence has it, between asterisks."""
         return f"*{self.name.replace('*', '∗')}*"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values; JSON has no NaN."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 def rows(runs: Sequence[Recorded]) -> list[Row]:

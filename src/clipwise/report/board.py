@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clipwise.report.runs import own
 from clipwise.types import InputError
 
 TENSORBOARD = "tensorboard"  # the folder within the run's
@@ -38,9 +39,9 @@ class Board:
         self._scalars("measured", row, int(row["step"]))
 
     def looked(self, row: Mapping[str, Any]) -> None:
-        """One look at gradients: what the run's own method does, which comes first, and how norms spread."""
-        own = next(iter(row["methods"].values()))
-        known = {name: own[name] for name in WHOLE} | {"sampling_noise": row["spread"]["sampling_noise"]}
+        """One look at gradients: what the run's own method does, and how norms spread."""
+        found = own(row)
+        known = {name: found[name] for name in WHOLE} | {"sampling_noise": row["spread"]["sampling_noise"]}
         known |= {f"norm_{level}": value for level, value in row["spread"]["quantiles"].items()}
         self._scalars("not private", known, int(row["step"]))
 

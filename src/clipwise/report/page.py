@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.methods import papers
+from clipwise.plain import as_json
 from clipwise.report.answer import Row, answer, refuted, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import Recorded, comparable, epsilon_together
+from clipwise.report.runs import Recorded, comparable, epsilon_together, short
 from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
@@ -289,18 +290,13 @@ def _citations(runs: Sequence[Recorded]) -> str:
 
 def _title(runs: Sequence[Recorded]) -> str:
     places = list(dict.fromkeys(run.data for run in runs if run.data))
-    where = f" on {_last(places[0])}" if len(places) == 1 else ""
+    where = f" on {short(places[0])}" if len(places) == 1 else ""
     if len(runs) == 1:
         return f"A private run with {runs[0].name}{where}"
     if not all(run.looks for run in runs) or not comparable(runs):
         return f"{len(runs)} private runs{where}"
     what = "clipping methods" if len({run.method.name for run in runs}) == len(runs) else "runs"
     return f"Which of {len(runs)} {what} bends the gradient least{where}?"
-
-
-def _last(data: str) -> str:
-    head = data.partition("?")[0]
-    return Path(head.partition(":")[2]).stem or head
 
 
 def _setting(runs: Sequence[Recorded]) -> str:
@@ -343,7 +339,7 @@ def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
         "answer": told(found),
         "runs": [
             {
-                **row.as_dict(),
+                **asdict(row),
                 "folder": str(run.path),
                 "settings": run.settings,
                 "statement": run.statement,
@@ -358,13 +354,4 @@ def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
             asdict(paper) | {"methods": names} for paper, names in papers(run.method for run in runs).items()
         ],
     }
-    return json.dumps(plain(values), indent=1, ensure_ascii=False) + "\n"
-
-
-def plain(value: Any) -> Any:
-    """Plain values without NaN and infinity, which JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return as_json(values, indent=1)

@@ -77,6 +77,12 @@ def own(look: Values) -> Values:
     return next(iter(look["methods"].values()))
 
 
+def short(data: str) -> str:
+    """The data's name without where it lies and which part is taken: for titles, and as a part of a file name."""
+    head = data.partition("?")[0]
+    return Path(head.partition(":")[2]).stem or head
+
+
 def comparable(runs: Sequence[Recorded]) -> bool:
     """Whether the runs had the same data and task: nothing of other data ranks them."""
     return len({(run.data, "error" in run.last) for run in runs}) == 1

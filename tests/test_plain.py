@@ -1,0 +1,39 @@
+"""JSON for other programs: whatever is in a value, a strict reader takes its text."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clipwise.plain import as_json, plain
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inside: st.lists(inside) | st.lists(inside).map(tuple) | st.dictionaries(st.text(), inside),
+    max_leaves=8,
+)
+
+
+def refuse(word: str) -> None:
+    raise ValueError(f"{word} is not JSON")
+
+
+def same(value: Any, read: Any) -> bool:
+    if isinstance(value, float) and not math.isfinite(value):
+        return read is None
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(read) and all(map(same, value, read))
+    if isinstance(value, dict):
+        return list(value) == list(read) and all(map(same, value.values(), read.values()))
+    return bool(value == read)
+
+
+@given(VALUES, st.sampled_from([None, 2]))
+def test_a_strict_reader_reads_everything_but_nan_and_infinity_which_are_null(value: Any, indent: int | None) -> None:
+    text = as_json(value, indent)
+    assert same(value, json.loads(text, parse_constant=refuse)) and same(value, plain(value))
+    assert text.endswith("\n") and (indent or text.count("\n") == 1)
