@@ -155,7 +155,7 @@ def test_phases_that_name_blocks_or_take_public_inputs_are_audited_each_in_a_mod
 
 def test_coins_are_fair_and_a_seed_repeats_them() -> None:
     assert torch.equal(coins(50, 3), coins(50, 3)) and not torch.equal(coins(50, 3), coins(50, 4))
-    assert abs(float(coins(10_000, "secure").double().mean()) - 0.5) < 0.025
+    assert abs(float(coins(10_000, "secure").double().mean()) - 0.5) < 0.03  # 6 deviations
 
 
 def test_less_noise_shows_more() -> None:
@@ -271,7 +271,8 @@ def test_checks_of_the_sampling_find_what_is_wrong_with_it() -> None:
 
 
 def test_secure_noise_and_its_draws_pass_their_checks() -> None:
-    checks = mechanics(parse("layerwise"), noise_multiplier=0.7, steps=150, confidence=0.9999, noise="secure")
+    # drawn afresh in each run: about once in a hundred million runs one of them fails
+    checks = mechanics(parse("layerwise"), noise_multiplier=0.7, steps=150, confidence=1 - 1e-9, noise="secure")
     assert [str(check) for check in checks if not check.passed] == [] and len(checks) == 7
 
 

@@ -110,10 +110,12 @@ def test_the_layers_swapped_for_opacus_compute_the_same_function(name: str) -> N
 def test_every_private_column_adds_noise_of_the_same_scale(column: str) -> None:
     case = replace(QUIET["transformer"], noise_multiplier=2.0, clip_norm=0.5)
     step, quiet = step_of(column, case), expected(model_of(column, case), case)
+    torch.manual_seed(0)  # from which the peers draw
     step()
     noise = torch.cat([(value.detach() - quiet[name]).flatten() for name, value in step.model.named_parameters()])
     deviation = 0.0 if column == "without_noise" else 2.0 * 0.5 / case.batch
-    assert float(noise.std()) == pytest.approx(deviation, rel=0.1, abs=1e-5)
+    # 6.8 standard errors of 1019 entries, for peers that draw in another order in another version
+    assert float(noise.std()) == pytest.approx(deviation, rel=0.15, abs=1e-5)
 
 
 def test_a_case_gives_the_same_model_and_data_at_each_call_and_leaves_the_random_state() -> None:

@@ -534,17 +534,41 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 # Ctrl-C
 
 
+# at its thirtieth step it waits for Ctrl-C, so that on a busy machine too it is not done before
+WAITING = """
+import signal, time
+from clipwise.cli import main
+from clipwise.cli.screen import Bar
+shown, first = Bar.__call__, []
+def show(bar, done, *rest):
+    shown(bar, done, *rest)
+    first.append(signal.getsignal(signal.SIGINT))
+    for _ in range(30_000 if done == 30 else 0):
+        if signal.getsignal(signal.SIGINT) is not first[0]:  # it was heard
+            break
+        time.sleep(0.01)
+Bar.__call__ = show
+raise SystemExit(main())
+"""
+
+
+def recorded(ledger: Path) -> int:
+    return ledger.read_text().count("\n")
+
+
 def test_ctrl_c_waits_for_the_step_and_the_resumed_run_makes_exactly_the_planned_releases(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
-    steps, ledger = 600, here / "run" / "ledger.jsonl"
-    words = small("--folder", "run", "--method", "adaptive", "--evaluate-every", "250", steps=steps)
-    process = subprocess.Popen([*RUN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (ledger.exists() and ledger.stat().st_size > 1000):
+    steps, ledger = 60, here / "run" / "ledger.jsonl"
+    words = small("--folder", "run", "--method", "adaptive", "--evaluate-every", "25", steps=steps)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline and process.poll() is None and not (ledger.exists() and recorded(ledger) > 20):
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    output, error = process.communicate(timeout=60)
+    output, error = process.communicate(timeout=600)
     assert process.returncode == 130, error
     assert output == ""
     made = Ledger(ledger).releases

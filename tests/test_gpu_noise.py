@@ -490,7 +490,8 @@ def test_on_the_cpu_a_stream_s_noise_is_its_normals_added_in_float64(stream: Str
     out = release(private, PoissonGaussian(1.0, 0.1), stream).gradient["w"]
     assert out.dtype == dtype and out.shape == value.shape and bool((value == 3).all())
     if dtype != torch.bfloat16:  # whose rounding shows in the distribution
-        assert stats.kstest((out.double().flatten() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
+        # a secure stream draws afresh in each run
+        assert stats.kstest((out.double().flatten() - 3).numpy() / 0.5, "norm").pvalue > 1e-9
     if isinstance(stream, SeededStream):
         expected = value.double() + 0.5 * SeededStream(3).at(2).normal([40, 50], narrow=dtype != torch.float64)
         out = release(private, PoissonGaussian(1.0, 0.1), SeededStream(3).at(2)).gradient["w"]
@@ -503,7 +504,7 @@ def test_a_stream_s_noise_on_cuda_is_normal_and_stays_there() -> None:
     draws = [SecureStream().noisy_all([value], [0.5])[0] for _ in range(2)]
     assert all(out.is_cuda and out.shape == value.shape for out in draws) and not torch.equal(*draws)
     for out in draws:
-        assert stats.kstest((out.double().flatten().cpu() - 3).numpy() / 0.5, "norm").pvalue > 1e-6
+        assert stats.kstest((out.double().flatten().cpu() - 3).numpy() / 0.5, "norm").pvalue > 1e-9
     first, again, other = (SeededStream(3).at(step).noisy_all([value], [0.5])[0] for step in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
 

@@ -59,25 +59,27 @@ def test_uniforms_are_the_low_53_bits_of_the_keystream() -> None:
 
 
 either = pytest.mark.parametrize("narrow", [False, True])  # two draws for each number, or one
+# A secure stream draws afresh in each run. Some forty things are looked at of it, each of which is as far off as this,
+# or by 6 standard errors, in two or three of a billion runs: something fails in one of ten million.
+SELDOM = 1e-9
 
 
 @either
 def test_normals_pass_kolmogorov_smirnov_and_their_moments_are_those_of_a_normal(stream: Stream, narrow: bool) -> None:
     count = 400_000  # several blocks, the last one not full
     values = stream.normal([count], narrow)
-    assert stats.kstest(values[:100_000].numpy(), "norm").pvalue > 1e-6
-    # five standard errors each: a right sampler fails once in a million runs
-    assert abs(float(values.mean())) < 5 / math.sqrt(count)
-    assert abs(float(values.var()) - 1) < 5 * math.sqrt(2 / count)
-    assert abs(float((values**3).mean())) < 5 * math.sqrt(15 / count)
-    assert abs(float((values**4).mean()) - 3) < 5 * math.sqrt(96 / count)
+    assert stats.kstest(values[:100_000].numpy(), "norm").pvalue > SELDOM
+    assert abs(float(values.mean())) < 6 / math.sqrt(count)
+    assert abs(float(values.var()) - 1) < 6 * math.sqrt(2 / count)
+    assert abs(float((values**3).mean())) < 6 * math.sqrt(15 / count)
+    assert abs(float((values**4).mean()) - 3) < 6 * math.sqrt(96 / count)
 
 
 @either
 def test_the_tails_of_the_normals_hold_what_they_should(stream: Stream, narrow: bool) -> None:
     count = 2_000_000
     beyond = int((stream.normal([count], narrow).abs() > 3.5).sum())
-    assert stats.binomtest(beyond, count, 2 * stats.norm.sf(3.5)).pvalue > 1e-6
+    assert stats.binomtest(beyond, count, 2 * stats.norm.sf(3.5)).pvalue > SELDOM
 
 
 @either
@@ -93,10 +95,10 @@ def test_normals_and_their_squares_are_not_correlated_at_a_distance(stream: Stre
 def test_uniforms_are_uniform_in_the_half_open_interval(stream: Stream) -> None:
     values = stream.uniform(200_000)
     assert values.dtype == torch.float64 and float(values.min()) >= 0 and float(values.max()) < 1
-    assert stats.kstest(values.numpy(), "uniform").pvalue > 1e-6
+    assert stats.kstest(values.numpy(), "uniform").pvalue > SELDOM
     assert bool((values * 2**53 == (values * 2**53).floor()).all())
     odd = int(((values * 2**53).long() & 1).sum())  # the lowest bit is random too
-    assert stats.binomtest(odd, len(values), 0.5).pvalue > 1e-6
+    assert stats.binomtest(odd, len(values), 0.5).pvalue > SELDOM
 
 
 @either
@@ -215,7 +217,7 @@ def test_numbers_are_on_the_cpu_whatever_device_is_the_default(stream: Stream) -
 def test_two_secure_streams_differ_and_no_block_comes_back() -> None:
     a, b = SecureStream(), SecureStream()
     assert len({float(stream.normal([1])) for stream in (a, b, a, b, a.at(1), a.at(1))}) == 6
-    assert len(a.uniform(200_000).unique()) == 200_000
+    assert len(a.uniform(200_000).unique()) > 199_990  # of 2⁵³, two are the same once in 450,000 times
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -28,12 +28,13 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install play
 
 Open = Callable[..., Any]
 PHONE, DESKTOP = 360, 1280
+PATIENCE = 300_000  # milliseconds: a busy machine is no failure
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"])  # CI runs as root
+    with playwright.sync_playwright() as started:  # CI runs as root, which a sandbox does not
+        opened = started.chromium.launch(executable_path=PROGRAM, args=["--no-sandbox"], timeout=PATIENCE)
         yield opened
         opened.close()
 
@@ -76,6 +77,7 @@ def shown(browser: Any) -> Iterator[Open]:
 
     def opened(file: Path, width: int = DESKTOP, scheme: str = "light") -> Any:
         contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme))
+        contexts[-1].set_default_timeout(PATIENCE)
         page = contexts[-1].new_page()
         page.asked, page.complaints = [], []
         page.on("request", lambda request: page.asked.append(request.url))
@@ -151,7 +153,9 @@ def test_a_rows_name_opens_that_runs_statement(shown: Open, compared: Path) -> N
 def test_pointing_at_a_run_fades_the_others(shown: Open, compared: Path) -> None:
     page = shown(compared)
     page.locator("#runs tbody tr").nth(1).hover()
-    page.wait_for_timeout(250)
+    others = "[...document.querySelectorAll('#bias .s[data-run]')].filter(g => g.dataset.run !== '1')"
+    # they fade in a moment, and later on a busy machine
+    page.wait_for_function(f"{others}.every(g => getComputedStyle(g).opacity === '0.14')")
     clear = page.evaluate(
         "[...document.querySelectorAll('#bias .s[data-run]')].map(g => [g.dataset.run, getComputedStyle(g).opacity])"
     )

@@ -60,7 +60,7 @@ def test_draws_are_independent_across_steps_and_across_samples(membership: torch
 def test_a_small_rate_gives_empty_draws_as_often_as_it_should() -> None:
     stream = SecureStream()
     empty = sum(not len(poisson(10, 0.05, stream)) for _ in range(2000))
-    assert stats.binomtest(empty, 2000, 0.95**10).pvalue > 1e-6
+    assert stats.binomtest(empty, 2000, 0.95**10).pvalue > 1e-9  # drawn afresh in each run
     assert poisson(3, 1e-300, stream).dtype == torch.long
 
 
@@ -78,12 +78,10 @@ def test_indices_are_ascending_distinct_and_in_range_across_blocks() -> None:
 
 
 def test_ten_million_samples_are_drawn_in_seconds() -> None:
-    start = time.perf_counter()
+    started = time.process_time()  # of this process alone: the machine may be busy with other things
     indices = poisson(10_000_000, 1e-4, SecureStream())
-    assert stats.binomtest(len(indices), 10_000_000, 1e-4).pvalue > 1e-6
-    assert (
-        time.perf_counter() - start < 5
-    )  # a loop over samples takes longer; alone on a core it is a tenth of a second
+    assert time.process_time() - started < 5  # a tenth of a second; a loop over samples takes longer
+    assert stats.binomtest(len(indices), 10_000_000, 1e-4).pvalue > 1e-9  # drawn afresh in each run
 
 
 @pytest.mark.parametrize("rate", [0, -0.1, math.nan, math.inf, "0.1", True])
