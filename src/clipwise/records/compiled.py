@@ -41,6 +41,7 @@ INDUCTOR = {
     # such casts count as work: with the usual 30, every normalised input would be written in float32 to be read once
     "realize_opcount_threshold": 100,
 }
+ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
 
 
@@ -365,12 +366,22 @@ def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[st
         if "backend" not in options:
             options = {**options, "options": {**options.get("options", {}), **INDUCTOR}}
         eager = options == {"backend": "eager"}  # nothing to compile: the graph as it was traced, for its CUDA graph
+        if not eager and torch.__version__ < ROUNDS_FIRST and _in_half_on_cpu(graph):
+            raise InputError(
+                f"compile=True in half precision on a processor needs torch {ROUNDS_FIRST}, got "
+                f"{torch.__version__}, whose compiler takes norms of numbers before they are rounded: leave compile out"
+            )
         compiled = graph if eager else torch.compile(graph, fullgraph=True, dynamic=False, **options)
         run = _quietly(compiled)
         run(*example)
         if any(t.is_cuda for t in tensors(example)):
             return _Replay(run, example, pool)
         return run
+
+
+def _in_half_on_cpu(graph: Any) -> bool:
+    values = (node.meta.get("val") for node in getattr(getattr(graph, "graph", None), "nodes", ()))
+    return any(isinstance(t, Tensor) and t.dtype in HALF and not t.is_cuda for t in values)
 
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
