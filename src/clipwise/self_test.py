@@ -106,6 +106,7 @@ def _look(
 ) -> None:
     """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
     samples, model, loss = len(places), passes.model, passes.capture.loss
+    order = _shorter_first(passes, places, order, reading)
     # unequal, and one sample alone: what depends on how many there are differs too
     pieces = [piece.sort().values for piece in order.tensor_split([1, 1 + (samples - 1) // 3]) if len(piece)]
     rows, parts = _read(passes, places, pieces, reading)
@@ -145,7 +146,7 @@ def _look(
                     "each sample's loss from that sample alone: no statistics, shares, ranks or counts of the batch, "
                     "and where collate pads, a mask"
                 )
-            if [t.shape[1:] for t in tensors(part)] == [t.shape[1:] for t in tensors(whole)]:
+            if _shapes(part) == _shapes(whole):
                 refuse_remembered(model, together.held, found.held)
             left, size = _less(left, found.gradient), size + _length(found.gradient)
         apart, moved = _length(left) / size, _length(_less(near.gradient, together.gradient)) / size
@@ -290,6 +291,21 @@ def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Rea
     if reading == "again":
         return whole, [passes.rows(places[piece]) for piece in pieces]
     return whole, [_cut(whole, piece) for piece in pieces]
+
+
+def _shorter_first(passes: Passes, places: Tensor, order: Tensor, reading: Reading) -> Tensor:
+    """The order with one of the first samples in front that is read in another shape alone: where collate pads."""
+    if not isinstance(passes.data, Samples) or reading == "cut":
+        return order
+    shape = _shapes(_read(passes, places, [], reading)[0])
+    for i, one in enumerate(order[:READ].split(1)):
+        if _shapes(_read(passes, places[one], [], reading)[0]) != shape:
+            return torch.cat([one, order[:i], order[i + 1 :]])
+    return order
+
+
+def _shapes(rows: Batch) -> tuple[torch.Size, ...]:
+    return tuple(t.shape[1:] for t in tensors(rows))
 
 
 def _collated(passes: Passes, items: list[Any], some: Tensor) -> Batch:
