@@ -135,10 +135,8 @@ def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method
     monkeypatch.setattr(torch, "compile", lambda graph, **given: real(graph, **{**given, "backend": "aot_eager"}))
     ends = []
     for compiled in (False, True):
-        net = model()
-        clipwise.train(
-            net, loss, batch(40), method=method, noise_multiplier=1.0, steps=3, batch=8, noise=0, compile=compiled
-        )
+        net, how = model(), {"noise_multiplier": 1.0, "steps": 3, "batch": 8, "chunk": 20, "noise": 0}
+        clipwise.train(net, loss, batch(40), method=method, compile=compiled, **how)
         ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.allclose(*ends, rtol=1e-6)
 

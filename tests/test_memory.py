@@ -106,8 +106,8 @@ def test_auto_chunks_hold_as_many_rows_as_fit_and_a_processor_keeps_to_small_one
             model, optimizer, data, noise_multiplier=1.0, delta=1e-4, steps=1, batch=300, noise=0, **how
         )
 
-    assert made(chunk="auto")._chunk == made()._chunk == start.CHUNK
-    assert made(chunk=7)._chunk == 7
+    assert made(chunk="auto")._passes.chunk == made()._passes.chunk == start.CHUNK
+    assert made(chunk=7)._passes.chunk == 7
     with pytest.raises(InputError, match="whole number or 'auto'"):
         made(chunk="all")
     with pytest.raises(InputError, match="as a number with compile=True"):

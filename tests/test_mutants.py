@@ -97,8 +97,8 @@ def divisor_realised(patch: Patch) -> None:
 def clip_missing_in_one_layer(patch: Patch) -> None:
     original = step.weigh
 
-    def weigh(blocks: Any, norms: Tensor) -> Tensor:
-        weights = original(blocks, norms)
+    def weigh(blocks: Any, norms: Tensor, most: int = 0) -> Tensor:
+        weights = original(blocks, norms, most)
         return torch.cat([weights[:, :-1], torch.ones_like(weights[:, -1:])], 1)
 
     patch.setattr(step, "weigh", weigh)

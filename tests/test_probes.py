@@ -228,7 +228,8 @@ def test_batch_clipping_normalises_a_sample_with_its_companions_only() -> None:
 def trajectory(
     method: Method | str, steps: int, model: nn.Module, batch: Any, *, learning_rate: float = 0.7, **options: Any
 ) -> list[Array]:
-    """Full batches, and noise far below what is compared."""
+    """Full batches in chunks no larger than they must be, whose margin and noise are far below what is compared."""
+    options = {"chunk": 2 * len(batch[0]), **options}
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=learning_rate)
     private = cw.make_private(
         model, optimizer, batch, method=method, noise_multiplier=1e-11, steps=steps, batch=len(batch[0]), **options
@@ -340,7 +341,9 @@ def test_dice_in_blocks_draws_from_one_group_after_another(plain: Plain, memory:
     model, got = plain.model, [plain.theta]
     method = cw.dice(cw.flat(0.4), 0.15, memory=memory, blocks=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.7)
-    private = cw.make_private(model, optimizer, (x, y), method=method, noise_multiplier=1e-11, steps=5, batch=expected)
+    private = cw.make_private(
+        model, optimizer, (x, y), method=method, noise_multiplier=1e-11, steps=5, batch=expected, chunk=6
+    )
     for batch in private.batches():
         private.step(batch)
         got.append(plain.theta)
@@ -430,6 +433,7 @@ def test_p_average_through_training_divides_by_the_expected_number_of_groups(pla
         noise_multiplier=1e-11,
         steps=1,
         batch=10,
+        chunk=10,
         noise=8,
     )
     drawn = next(private.batches())
@@ -499,7 +503,16 @@ def test_combinations_train_and_say_what_they_are(text: str, tmp_path: Any) -> N
     sigma = {"noise_multiplier": 2.0}
     model = network()
     run = cw.train(
-        model, cw.cross_entropy, data(), method=method, steps=4, batch=12, noise=1, folder=tmp_path / "a", **sigma
+        model,
+        cw.cross_entropy,
+        data(),
+        method=method,
+        steps=4,
+        batch=12,
+        noise=1,
+        chunk=24,
+        folder=tmp_path / "a",
+        **sigma,
     )
     again = network()
     cw.train(again, cw.cross_entropy, data(), method=text, steps=4, batch=12, noise=1, chunk=5, **sigma)

@@ -19,7 +19,7 @@ from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import written
 from clipwise.sampling import poisson
-from clipwise.step import MARGIN, private_sum
+from clipwise.step import EACH, MARGIN, private_sum
 from clipwise.types import InputError, PoissonGaussian, Refused
 
 ROWS, SEED = 50, 5
@@ -91,7 +91,7 @@ def test_steps_are_dp_sgd_on_explicit_gradients_with_the_same_noise(
         expected = naive.dp_sgd_step(
             before,
             sample_gradients(model, indices),
-            lambda g, c: weigh(g, c) / (1 + MARGIN),
+            lambda g, c: weigh(g, c) / (1 + MARGIN + EACH * chunk),
             clip_norm,
             1.5,
             stream.normal([len(before)]).numpy(),
@@ -127,7 +127,7 @@ def test_the_sum_is_divided_by_the_expected_batch_and_not_by_the_realised_one() 
             sizes.append(len(batch))
         moves.append(float(np.linalg.norm(theta(model) - before)))
     assert len(set(sizes)) > 1
-    np.testing.assert_allclose(moves, np.array(sizes) / 20, rtol=1e-4)
+    np.testing.assert_allclose(moves, np.array(sizes) / 20, rtol=2e-4)
 
 
 def test_an_empty_batch_counts_and_moves_the_model_by_noise_alone() -> None:
@@ -438,7 +438,7 @@ def test_a_filter_is_told_the_deviation_that_the_released_gradient_has() -> None
 
     model = mlp()
     private = private_for(model, steps=60, batch=20)
-    private._post = replace(private._post, apply=listening)
+    vars(private)["post"] = replace(private.post, apply=listening)
     away = []
     for batch in private.batches():
         before = sample_gradients(model, batch.indices)
