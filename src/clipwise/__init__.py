@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from clipwise import accounting as accounting
+    from clipwise import audit as audit
+    from clipwise import data as data
+    from clipwise import diagnostics as diagnostics
+    from clipwise import methods as methods
+    from clipwise import models as models
+    from clipwise import postprocess as postprocess
     from clipwise.accounting import Ledger as Ledger
     from clipwise.accounting import calibrate as calibrate
     from clipwise.accounting import epsilon as epsilon

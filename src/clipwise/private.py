@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from clipwise import self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import Plan as DicePlan
+from clipwise.accounting.dice import planned
 from clipwise.accounting.ledger import totals
-from clipwise.data import RowDataset
+from clipwise.data import RowDataset, Samples
 from clipwise.engine import Here, Views
 from clipwise.methods import Method
 from clipwise.noise import release
@@ -29,7 +31,7 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
-from clipwise.records.chance import kept, seeded
+from clipwise.records.chance import generators, kept, seeded
 from clipwise.records.checks import modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
@@ -49,7 +51,7 @@ from clipwise.types import (
 
 # what a run cannot change on its way
 FIXED = frozenset(
-    "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant".split()
+    "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
 )
 
 
@@ -123,7 +125,8 @@ class Private:
         groups = [block.names for block in method.blocks(tuple(trainable(model)))]
         fast = CompiledCapture(model, loss, chunk, groups) if compile else None
         self._passes = Passes(Capture(model, loss), data, expected_batch, chunk, fast, views, public)
-        self._stream, self._post, self._self_tested = stream, post, self_tested
+        self.post = post
+        self._stream, self._self_tested = stream, self_tested
         self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
@@ -131,6 +134,8 @@ class Private:
         self._used = str(method)
         self._first, self._stepping, self._earlier = str(method), False, earlier
         self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
+        self._draws: dict[tuple[tuple[type, bool], ...], bool] = {}  # by mode, whether a step draws at random
+        self._lost = False  # whether it was warned that no sample's gradient was finite
         self._trained = TRAINED.get(model)  # of which make_private has warned
         _guard(optimizer, self)
 
@@ -219,12 +224,11 @@ class Private:
         remembered: list[Remembered] = []
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
-        # what the model and the data draw, dropout say, follows a row's place: it must be as secret as the noise
-        with kept({self._passes.device} - {torch.device("cpu")}):
-            seeded(int(batch.stream.uniform(1).item() * 2**53))
+        with self._secretly(batch.stream):
             private, self.observed = private_sum(
                 method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
             )
+        self._warn_of_lost()
         self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
         following = self._recalled(remembered)
         event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
@@ -248,7 +252,7 @@ class Private:
         self._follow(method.next(released, units))
         TRAINED[self.model] = self.ledger
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
-        filtered, update = self._post.apply(self.state.post, released.gradient, released.deviation)
+        filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
         self._state = PublicState(past, released.gradient, filtered)
         # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
         # with the parameters' own strides, so that it can update many at once
@@ -278,7 +282,7 @@ class Private:
             "samples": len(self.data),
             "generator": self._stream.name,
             "method": self._first,
-            "post": str(self._post),
+            "post": str(self.post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
 
@@ -289,6 +293,10 @@ class Private:
                 "this optimizer belongs to a private run, and a step of its own would use gradients without noise; "
                 "write private.step(batch) instead of loss.backward() and optimizer.step()"
             )
+
+    def planned(self, steps: int) -> list[tuple[Event, int]]:
+        """What so many steps record."""
+        return planned(self.dice, self.noise_multiplier, self.sampling_rate, steps)
 
     def epsilon(self) -> float:
         """ε spent so far, at the run's δ."""
@@ -357,6 +365,23 @@ class Private:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
+    @contextmanager
+    def _secretly(self, stream: Stream) -> Iterator[None]:
+        """Where the model and the data may draw: what they do follows a row's place, so it must be as secret as noise.
+
+        Nothing is done for a model that drew nothing in its first step in this mode, on data that are tensors.
+        """
+        mode = modes(self.model)
+        if self._draws.get(mode, True):
+            with kept(set() if self._passes.device.type == "cpu" else {self._passes.device}):
+                seeded(stream.seed())
+                before = None if mode in self._draws else generators()
+                yield
+                if before is not None and len(self._indices):
+                    self._draws[mode] = isinstance(self.data, Samples) or generators() != before
+        else:
+            yield
+
     def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
         rate = self.method.recall
@@ -384,6 +409,18 @@ class Private:
         order = torch.cat([piece for piece, _ in remembered]).argsort()
         return {name: torch.cat([part[name] for _, part in remembered])[order] for name in remembered[0][1]}
 
+    def _warn_of_lost(self) -> None:
+        """Warn of a step to which no sample added anything; to ask a GPU is to wait for it, so only now and then."""
+        seen = self.observed
+        often = self._passes.device.type == "cpu" or self._taken % 100 == 0
+        if often and not self._lost and seen is not None and seen.samples and seen.non_finite == seen.samples:
+            self._lost = True
+            warnings.warn(
+                f"no sample of step {self._taken} had a finite gradient, so that noise alone was added: the model has "
+                "diverged, or the loss is not a number; write a smaller learning rate, or look at the loss",
+                stacklevel=3,
+            )
+
     def _warn_of_others(self) -> None:
         known = TRAINED.get(self.model)
         if known not in (self.ledger, self._trained) and trained_elsewhere(self.model, self.ledger.entries):
@@ -397,6 +434,13 @@ class Private:
     def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         groups = (group["params"] for group in self.optimizer.param_groups)  # frozen ones too
         held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
+        ids = {id(p) for p in held.values()}
+        new = [name for name, p in parameters.items() if id(p) not in ids]
+        if new:
+            raise InputError(
+                f"the parameter {new[0]} is not in the optimizer, so no step would move it: was a module exchanged? "
+                "Make a new run with an optimizer of the model's parameters, and spent=private.ledger"
+            )
         left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
         if left:
             raise Refused(

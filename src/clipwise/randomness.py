@@ -49,6 +49,10 @@ class Stream(Protocol):
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
         ...
 
+    def seed(self) -> int:
+        """63 bits, for generators that are no streams."""
+        ...
+
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
@@ -184,6 +188,10 @@ class _ChaCha20(ABC):
             np.multiply(_words(len(block), *self._next(use=0)) & _MASK, 2.0**-53, out=block)
         return out
 
+    def seed(self) -> int:
+        """63 bits, for generators that are no streams."""
+        return int(_words(1, *self._next(use=3))[0]) & ((1 << 63) - 1)
+
     def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
         """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32.
 
@@ -261,7 +269,7 @@ class SeededStream(_ChaCha20):
         self.name = f"seeded({whole('seed', seed, least=0)})"
         self._seed = seed
         self._key = hashlib.sha256(f"clipwise seed {seed} step {step}".encode()).digest()
-        self._blocks = [0, 0, 0]  # by use: uniforms, normals, noise on CUDA
+        self._blocks = [0, 0, 0, 0]  # by use: uniforms, normals, noise on CUDA, seeds
 
     def _next(self, use: int) -> tuple[bytes, bytes]:
         self._blocks[use] += 1

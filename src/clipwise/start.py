@@ -22,6 +22,7 @@ from clipwise.accounting import Ledger, calibrate
 from clipwise.accounting import spent as spent_on
 from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
+from clipwise.accounting.dice import planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
 from clipwise.engine import Views
@@ -39,17 +40,18 @@ from clipwise.types import (
     Batch,
     Event,
     InputError,
-    PoissonGaussian,
     Refused,
     fraction,
     one_of,
     positive,
+    spelled,
     whole,
 )
 
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
+@spelled
 def make_private(
     model: nn.Module,
     optimizer: Optimizer,
@@ -88,10 +90,16 @@ def make_private(
     behind what it holds already, which counts too.
     ``views`` is called for one row at a time, with that row's own generator, so that it cannot mix samples.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"expected a model first, an nn.Module, got {type(model).__name__}: write make_private(model, optimizer, "
+            "data, …)"
+        )
     if isinstance(loss, nn.Module) or not callable(loss):
         raise InputError(
             f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
-            "for instance clipwise.cross_entropy"
+            "for instance clipwise.cross_entropy, or lambda model, batch: criterion(model(batch[0]), batch[1]) with a "
+            "criterion of reduction='none'"
         )
     # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
     _refuse_compiled(model)
@@ -129,7 +137,7 @@ def make_private(
     if delta >= 1 / rows:
         warnings.warn(
             f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
-            stacklevel=2,
+            stacklevel=3,
         )
     count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
     size = _chunk(chunk, batch, rows, compile)
@@ -149,7 +157,7 @@ def make_private(
         warnings.warn(
             "this model was trained by a private run before, and the statement of this one will not count it: if its "
             "data were the same, write spent=that run's ledger",
-            stacklevel=2,
+            stacklevel=3,
         )
     if self_test and not any(phase.companions for phase in phases):  # a model of units takes no single rows
         _try_loss(model, loss, dataset)
@@ -200,8 +208,7 @@ def _calibrated(
         return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
 
     def entries(noise: float) -> list[tuple[Event, int]]:
-        own = [(PoissonGaussian(noise, rate), steps)] if plan is None else plan.entries(noise, steps)
-        return [*earlier, *own]
+        return [*earlier, *planned(plan, noise, rate, steps)]
 
     if earlier and spent_on(earlier, delta, accountant) >= epsilon:
         raise InputError(
@@ -267,6 +274,21 @@ def _refuse_ranks(model: nn.Module) -> None:
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
     if not parameters:
         raise InputError("the model has no trainable parameter; write requires_grad_(True) on what is to be trained")
+    lazy = [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise InputError(f"{lazy[0]} has no shape yet: send one batch through the model before, model(x[:2])")
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"expected one optimizer of torch's, got {type(optimizer).__name__}: write "
+            "torch.optim.SGD(model.parameters(), lr=0.5), with groups of parameters for several settings"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.SparseAdam) or (closure is not None and closure.default is closure.empty):
+        raise InputError(
+            f"{type(optimizer).__name__} cannot make a step of one noisy gradient: it "
+            + ("takes sparse ones" if isinstance(optimizer, torch.optim.SparseAdam) else "computes losses again itself")
+            + "; write for instance torch.optim.Adam"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in parameters.items() if id(p) not in held]
     if missing:
@@ -279,7 +301,7 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping
         warnings.warn(
             f"the optimizer holds {others} parameters that are not the model's: this run does not train them, and its "
             "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -289,7 +311,7 @@ def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
         warnings.warn(
             f"the weights are {_short(narrow[0])}, in which small updates round away: keep them in float32, "
             "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -7,6 +7,7 @@ Gives: ``train``, whose Run holds the model, the privacy statement and the measu
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clipwise import methods
-from clipwise.accounting import Ledger
+from clipwise.accounting import Ledger, spent
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
@@ -83,7 +84,8 @@ def train(
 
     ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end; ``average`` is the
     decay of an exponential moving average of the weights, which is then what is evaluated and returned. With a
-    ``folder`` the run can be stopped at any moment and resumed: nothing is lost and nothing is counted twice;
+    ``folder`` the run can be stopped at any moment and resumed, and every release counts: where the process was killed,
+    steps since the last checkpoint are made again, and a warning says to which ε that leads;
     ``settings`` is a text to keep beside it, from which the run could be made again. A ``monitor`` looks at what
     clipping does to its own rows, before the first step, whenever it is due and at the end, and the folder keeps what
     it saw: not private. ``tensorboard`` also writes the curves into the folder for TensorBoard.
@@ -193,7 +195,10 @@ class _Loop:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
         if self.evaluate is not None:
             with evaluating(self.model):
-                row.update({key: float(value) for key, value in self.evaluate(self.model).items()})
+                found = self.evaluate(self.model)
+            if not isinstance(found, Mapping):
+                raise InputError(f"evaluate must give numbers by name, such as {{'accuracy': 0.9}}, got {found!r}")
+            row.update({key: float(value) for key, value in found.items()})
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)
@@ -234,6 +239,7 @@ class _Loop:
         self.private.ledger.sync()  # the ledger is never behind the model
         state = {
             "step": self.private.steps_taken,
+            "steps": self.private.steps,
             "plan": self.plan,
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "method": str(self.private.method),
@@ -256,9 +262,13 @@ class _Loop:
                 f"the run began with {batch / rate:.0f} samples for a batch of {batch:g}, got {now}: another number of "
                 "samples has another sampling rate, and so another noise; resume with the same data and batch"
             )
-        for name, was in state["plan"].items():
-            if self.plan[name] != was:
-                raise InputError(f"{name} must be what the run began with, {was}, got {self.plan[name]}")
+        # another number of steps is another noise, where that was calibrated
+        same_noise = state["plan"]["noise_multiplier"] == private.noise_multiplier
+        began = state["plan"] if same_noise else {"steps": state["steps"], **state["plan"]}
+        goes_on = {"steps": private.steps, **self.plan}
+        for name, was in began.items():
+            if goes_on[name] != was:
+                raise InputError(f"{name} must be what the run began with, {was}, got {goes_on[name]}")
         ledger = self.folder.ledger()  # what was spent before is in it
         if ledger.releases < state["releases"]:
             raise Refused(
@@ -270,6 +280,8 @@ class _Loop:
         same = state["method"] == str(self.private.method)  # it need not be one that has an expression
         method = self.private.method if same else methods.parse(state["method"])
         self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden)
+        if repeated := ledger.releases - state["releases"]:
+            self._warn_of_repeated(repeated)
         self.private.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
@@ -279,9 +291,19 @@ class _Loop:
         self.folder.forget_after(state["step"])
         self.metrics, self.looks = [*self.folder.metrics()], [*self.folder.diagnostics()]
 
+    def _warn_of_repeated(self, repeated: int) -> None:
+        private = self.private
+        entries = [*private.ledger.entries, *private.planned(private.steps - private.steps_taken)]
+        warnings.warn(
+            f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
+            f"ε = {spent(entries, private.delta, private.accountant):.4g}; checkpoints are made at every measurement, "
+            "so evaluate more often",
+            stacklevel=4,
+        )
+
     def finish(self) -> Run:
         statement = self.private.statement()
-        citation = "\n\n".join(paper.bibtex() for paper in methods.papers([self.private.method]))
+        citation = "\n\n".join(paper.bibtex() for paper in methods.papers([self.private.method, self.private.post]))
         if self.folder is not None:
             self.folder.save(MODEL, self.model.state_dict())
             self.folder.write(STATEMENT, json.dumps(statement.as_dict(), indent=2) + "\n")
@@ -314,6 +336,10 @@ def _refuse_unwritten(method: Method) -> None:
 def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] | None) -> Optimizer:
     if isinstance(given, Optimizer):
         return given
+    if given is not None and not callable(given):
+        raise InputError(
+            f"optimizer must be one of torch's, or what makes one of parameters such as torch.optim.Adam, got {given!r}"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     return given(parameters) if given is not None else torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
@@ -321,4 +347,10 @@ def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] |
 def _scheduler(
     optimizer: Optimizer, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    return given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+    made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise InputError(
+            "train steps a schedule after every release and has no measurement to give to ReduceLROnPlateau; write a "
+            "loop of your own with make_private, or a schedule of steps such as CosineAnnealingLR"
+        )
+    return made

@@ -7,11 +7,13 @@ Gives: Gradient, Event, PrivateSum, Released, Citation, and one-line validators.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,6 +183,24 @@ def one_of(name: str, value: str, known: Iterable[str] | Mapping[str, object]) -
     if value not in names:
         raise InputError(f"unknown {name} {value!r}: {nearest(value, names)}")
     return value
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def spelled(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; an option that it does not have is an error that names the nearest one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{function.__name__} has no option {name!r}: {nearest(name, known)}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -115,6 +115,15 @@ class Plan:
         return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant)
 
 
+def planned(plan: Plan | None, noise_multiplier: float, sampling_rate: float, steps: int) -> list[tuple[Event, int]]:
+    """What so many steps record, of a method with feedback or of any other."""
+    if not steps:
+        return []
+    if plan is not None:
+        return plan.entries(noise_multiplier, steps)
+    return [(PoissonGaussian(noise_multiplier, sampling_rate), steps)]
+
+
 def sensitivity(memory: str, clip_norm: float, feedback_norm: float, groups: int) -> float:
     """``Plan.sensitivity``: it does not depend on how samples are drawn."""
     c1, c2 = clip_norm, feedback_norm

@@ -177,9 +177,12 @@ def check_losses(losses: Any, samples: int) -> None:
     """Refuse a loss that is not one value per sample."""
     if not isinstance(losses, Tensor) or losses.shape != (samples,):
         got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        write = "torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
+        if isinstance(losses, Tensor) and losses.dim() > 1 and len(losses) == samples:
+            write = "values.flatten(1).mean(1), each sample's own mean"
         raise InputError(
             f"the loss must give one value per sample: for {samples} samples expected shape [{samples}], got {got}; "
-            "write torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
+            f"write {write}; in the place of a model's own average, such as Hugging Face's .loss, use its logits"
         )
 
 

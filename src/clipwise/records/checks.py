@@ -7,7 +7,7 @@ Gives: nothing, or an error that names the module and the fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ MODEL_MIXES = (
 )
 READING_MIXES = (
     "whatever reads the samples (collate, a data set's rows) or takes their gradients (the method's probe) may mix "
-    "them; make a sample's row and gradient of that sample alone"
+    "them, or collate pads and the model does not mask; make a sample's row and gradient of that sample alone"
 )
 
 
@@ -70,13 +70,15 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if batch_size(batch) == 1:
         batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
     _repeatable(model, loss, batch)
+    if not bool(_losses(model, loss, batch).isfinite().any()):
+        raise InputError(
+            f"no loss of {batch_size(batch)} samples is a finite number, so that steps would add noise alone: look at "
+            "the data, the loss and the model's outputs"
+        )
     with unmoved(model):
         gradients = Capture(model, loss)(batch)
         if gradients.unused:
-            raise InputError(
-                f"these parameters receive no gradient and would never be trained: {', '.join(gradients.unused)}; "
-                "use them in the loss, or write requires_grad_(False) on them"
-            )
+            _refuse_unused(model, loss, batch, gradients.unused)
         _independent(model, loss, batch)
     _unremembered(model, loss, batch)
     with unmoved(model), still(model):
@@ -93,6 +95,26 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
         _agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
         _agree("sums", _joint(fast, weights), _joint(slow, weights), for_sums, MODEL_MIXES)
+
+
+def _refuse_unused(model: nn.Module, loss: Loss, batch: Batch, unused: Sequence[str]) -> None:
+    """Say why these parameters receive no gradient; autograd alone may know of one."""
+    parameters = trainable(model)
+    with unmoved(model), torch.enable_grad():
+        losses = loss(model, batch)
+    if not losses.requires_grad:
+        raise InputError("the loss has no gradient at all: leave out detach(), no_grad() or .data on its way")
+    found = torch.autograd.grad(losses.sum(), [parameters[name] for name in unused], allow_unused=True)
+    hidden = [name for name, gradient in zip(unused, found, strict=True) if gradient is not None]
+    if hidden:
+        raise InputError(
+            f"the gradients of {', '.join(hidden)} cannot be followed: an autograd function of your own uses them, or "
+            "code outside torch's functions; write it with torch operations, or freeze them by requires_grad_(False)"
+        )
+    raise InputError(
+        f"these parameters receive no gradient and would never be trained: {', '.join(unused)}; use them in the loss, "
+        "or write requires_grad_(False) on them"
+    )
 
 
 def draws(model: nn.Module, loss: Loss, batch: Batch) -> bool:
@@ -233,10 +255,12 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
         kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
         for changed, losses, same in kinds:
             if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+                name = culprit(model, loss, (batch, same), (changed, same), seed)
+                write = "replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
+                if name == "the loss":
+                    write = "look at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
                 raise Refused(
-                    f"{culprit(model, loss, (batch, same), (changed, same), seed)} mixes the samples of a batch: "
-                    "changing one sample changed another's loss; replace it by a module that treats samples one by "
-                    "one (nn.GroupNorm, nn.LayerNorm)"
+                    f"{name} mixes the samples of a batch: changing one sample changed another's loss; {write}"
                 )
 
 

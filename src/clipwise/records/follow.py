@@ -220,7 +220,7 @@ class Compare(Scout):
         ):
             raise PathChanged(
                 f"the model takes a different path for {self.few} samples than for {self.more}; expected the same "
-                "calls for every batch size; use clipwise.oracle.per_sample for such a model"
+                "calls for every batch size: call each layer once for the whole batch, not for each sample"
             )
         label = getattr(now.function, "__name__", str(now.function))
         return Call(
@@ -333,7 +333,7 @@ class Record(Follow):
         if call is None or call.function != function or len(call.arguments) != len(given):
             raise PathChanged(
                 f"the model took another path than before (at {getattr(function, '__name__', function)}); expected "
-                "the same calls for every batch; use clipwise.oracle.per_sample for such a model"
+                "the same calls for every batch: let no layer be called or left out by what the samples are"
             )
         if _fixed(call):
             return self.derive(function, args, kwargs)

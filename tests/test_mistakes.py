@@ -1,0 +1,128 @@
+"""What users write by mistake in Python: each is answered by what was got and what to write, before any release."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import clipwise as cw
+from clipwise.types import InputError, Refused
+
+X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(40) % 3
+PLAN: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 3, "batch": 8, "noise": 1, "delta": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (lambda p: torch.optim.LBFGS(p), "LBFGS cannot make a step of one noisy gradient: it computes losses again"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam cannot make a step .* takes sparse ones; write for instance"),
+        (lambda p: None, "expected one optimizer of torch's, got NoneType: write torch.optim.SGD"),
+        (list, "expected one optimizer of torch's, got list"),
+    ],
+)
+def test_an_optimizer_that_cannot_make_private_steps_is_said_before_anything_is_spent(
+    optimizer: Any, message: str
+) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=message):
+        cw.make_private(model, optimizer(model.parameters()), (X, Y), **PLAN)
+
+
+def test_arguments_in_the_wrong_places_are_named() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=r"expected a model first, an nn\.Module, got tuple"):
+        cw.make_private((X, Y), model, model, **PLAN)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="make_private has no option 'target_epsilon'.*'epsilon'"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), target_epsilon=3)  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"such as torch\.optim\.Adam, got 'adam'"):
+        cw.train(model, cw.cross_entropy, (X, Y), optimizer="adam", **PLAN)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="ReduceLROnPlateau; write a loop of your own"):
+        cw.train(model, cw.cross_entropy, (X, Y), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **PLAN)
+    with pytest.raises(InputError, match=r"evaluate must give numbers by name, such as .*, got 0\.5"):
+        cw.train(model, cw.cross_entropy, (X, Y), evaluate=lambda m: 0.5, **PLAN)  # type: ignore[arg-type]
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(InputError, match=r"weight has no shape yet: send one batch through the model"):
+        cw.make_private(lazy, torch.optim.SGD(lazy.parameters()), (X, Y), **PLAN)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((X, Y + 1), "write y - 1 where they begin with 1"),
+        ((X, Y.float()), r"write y\.long\(\), or for numbers to predict loss=clipwise\.squared_error"),
+        ({"x": X, "y": Y}, r"takes batches \(inputs, labels\), got dict: write a loss\(model, batch\) of your own"),
+        ((X, Y, Y), "got 3 parts"),
+    ],
+)
+def test_data_that_the_usual_loss_cannot_take_is_named(data: Any, message: str) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=message):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), data, **{**PLAN, "batch": 3})
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w = ctx.saved_tensors
+        return gradients[0] * w, (gradients[0] * x).sum(0)
+
+
+class OfOnesOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.w = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.layer(x), self.w)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def test_what_is_wrong_with_a_loss_or_a_model_is_said_as_it_is() -> None:
+    def made(model: nn.Module, loss: Any, y: torch.Tensor = Y) -> cw.Private:
+        return cw.make_private(model, torch.optim.SGD(model.parameters()), (X, y), loss=loss, **PLAN)
+
+    with pytest.raises(InputError, match="the gradients of w cannot be followed: an autograd function of your own"):
+        made(OfOnesOwn(), cw.cross_entropy)
+    with pytest.raises(InputError, match="the loss has no gradient at all"):
+        made(nn.Linear(4, 3), lambda m, b: cw.cross_entropy(m, b).detach())
+    with pytest.raises(InputError, match=r"got shape \[2, 3\]; write values\.flatten\(1\)\.mean\(1\)"):
+        made(nn.Linear(4, 3), lambda m, b: m(b[0]).square())
+    with pytest.raises(Refused, match=r"the loss mixes the samples.*\[n, 1\] and \[n\] make \[n, n\]"):
+        made(nn.Linear(4, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(1), Y.float())
+    with pytest.raises(InputError, match="call each layer once for the whole batch"):
+        made(nn.Linear(4, 3), lambda m, b: nn.functional.cross_entropy(torch.stack([m(row) for row in b[0]]), b[1],
+                                                                       reduction="none"))  # fmt: skip
+    with pytest.raises(InputError, match="no loss of 4 samples is a finite number"):
+        made(nn.Linear(4, 3), lambda m, b: cw.cross_entropy(m, b) * float("nan"))
+
+
+def test_a_model_that_diverged_is_warned_of_once() -> None:
+    model = nn.Linear(4, 3)
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    batches = private.batches()
+    private.step(next(batches))
+    with torch.no_grad():
+        model.weight.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="no sample of step 1 had a finite gradient, so that noise alone was added"):
+        private.step(next(batches))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private.step(next(batches))
+
+
+def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    model[1] = nn.Linear(5, 3)
+    with pytest.raises(InputError, match="1.weight is not in the optimizer.*was a module exchanged"):
+        private.step(next(private.batches()))
