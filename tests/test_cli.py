@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from clipwise.cli.screen import Bar
 from clipwise.cli.train import _resumed
 from clipwise.config import TrainConfig, made
 from clipwise.methods import METHODS, parse
+from clipwise.report import read
 from clipwise.start import make_private
 from clipwise.types import InputError
 
@@ -307,6 +309,11 @@ def test_a_run_that_diverged_has_null_where_json_has_no_word(capsys: pytest.Capt
     *measured, result = (json.loads(line, parse_constant=refuse) for line in shown.out.splitlines())
     assert len(measured) == 4 and measured[-1]["loss"] is None and result["loss"] is None
     assert "the run diverged" in shown.err
+    place = Path(result["folder"])
+    for name in ("metrics.jsonl", "diagnostics.jsonl"):
+        rows = [json.loads(line, parse_constant=refuse) for line in (place / name).read_text().splitlines()]
+        assert rows[-1]["step"] == 4, name
+    assert math.isnan(read([place])[0].last["loss"]), "who reads it again has numbers"
 
 
 def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,18 @@ from typing import Any
 from clipwise import methods
 from clipwise.accounting import Ledger, spent
 from clipwise.methods import Method
-from clipwise.report.folder import AUDIT, CALIBRATION, DIAGNOSTICS, LEDGER, METRICS, SETTINGS, STATEMENT, STATEMENT_TEXT
+from clipwise.report.folder import (
+    AUDIT,
+    CALIBRATION,
+    DIAGNOSTICS,
+    LEDGER,
+    METRICS,
+    SETTINGS,
+    STATEMENT,
+    STATEMENT_TEXT,
+    lines,
+    measurements,
+)
 from clipwise.types import InputError
 
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
@@ -105,8 +116,8 @@ def _read(place: Path) -> Recorded:
             path=place,
             name="",
             statement=statement,
-            metrics=_lines(place / METRICS),
-            looks=_lines(place / DIAGNOSTICS),
+            metrics=tuple(measurements(place / METRICS)),
+            looks=tuple(lines(place / DIAGNOSTICS)),
             calibration=_json(place / CALIBRATION),
             audit=_json(place / AUDIT),
             settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
@@ -126,10 +137,6 @@ def _read(place: Path) -> Recorded:
 
 def _json(place: Path) -> Any:
     return json.loads(place.read_text()) if place.is_file() else None
-
-
-def _lines(place: Path) -> tuple[Any, ...]:
-    return tuple(json.loads(line) for line in place.read_text().splitlines()) if place.is_file() else ()
 
 
 def _named(runs: list[Recorded]) -> list[Recorded]:
