@@ -18,7 +18,7 @@ from clipwise import methods
 from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig, Training
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, written
 from clipwise.report.answer import ranking
 from clipwise.report.answer import rows as numbers
@@ -122,7 +122,7 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, sam
         table.add_row(
             Text(row.method),
             f"{row.accuracy:.1%}",
-            f"{row.epsilon:.3f}",
+            rounded_up(row.epsilon),
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
             f"{row.seconds:.1f} s",
@@ -137,6 +137,6 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, sam
         "Each run had gradients of its own, so own bias does not rank the methods.",
         *([ranked] if ranked else []),
         f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
-        f"{NOTE} That is {together:.3f}.",
+        f"{NOTE} That is {rounded_up(together)}.",
     )
     return f"{shown}Runs written to {page.parent}\nOpen {page} in a browser: which method is less biased, and why.\n"

@@ -19,7 +19,7 @@ from clipwise import methods
 from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 from clipwise.report.folder import refuse_used
 from clipwise.report.runs import short
 from clipwise.report.statement import counted
@@ -80,7 +80,9 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     table.add_row("method", Text(stated.method))
     name, value = quality(last)
     table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {samples} evaluation samples")
-    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}")
+    table.add_row(
+        "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
+    )
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")
     return f"{rendered(table)}written to  {finished.folder}\n"

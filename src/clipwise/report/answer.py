@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from clipwise.plain import rounded_up
 from clipwise.report.figures import fair
 from clipwise.report.runs import Recorded, comparable, own
 
@@ -142,7 +143,7 @@ def _single(row: Row) -> list[str]:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
         reached = f" ended with an error of {row.error:.4g}"
-    said = [f"{row.said}{reached or ' was trained'} at ε = {row.epsilon:.3g}, δ = {row.delta:g}."]
+    said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
     if row.bias is not None and row.clipped is not None:
         said.append(
             f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
@@ -175,10 +176,14 @@ def _quality(found: Sequence[Row], truest: Row | None) -> list[str]:
         said.append(f"With bias and noise together, what {truest.said} releases points best along the true gradient.")
     if best is not None:
         also = "also " if best is truest else ""
-        said.append(f"The most accurate model is {also}{best.said}’s: {best.accuracy:.1%} at ε = {best.epsilon:.3g}.")
+        said.append(
+            f"The most accurate model is {also}{best.said}’s: {best.accuracy:.1%} at ε = {rounded_up(best.epsilon)}."
+        )
     elif nearest is not None:
         also = "also " if nearest is truest else ""
-        said.append(f"The least error is {also}{nearest.said}’s: {nearest.error:.4g} at ε = {nearest.epsilon:.3g}.")
+        said.append(
+            f"The least error is {also}{nearest.said}’s: {nearest.error:.4g} at ε = {rounded_up(nearest.epsilon)}."
+        )
     return [" ".join([*said, "One run each: small differences are chance."])] if said else []
 
 

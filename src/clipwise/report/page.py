@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.methods import papers
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 from clipwise.report.answer import Row, answer, refuted, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
@@ -150,7 +150,7 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
     every = [
         _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
         _Column("error", "of the final model", lambda row: row.error, "{:.4g}".format, min),
-        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, "{:.3f}".format),
+        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, rounded_up),
         _Column("bias", "on the same gradients", lambda row: row.same_bias if several else None, "{:.1%}".format, min),
         _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),
         _Column("noise", "over the gradient’s length", lambda row: row.noise, "{:.2f}".format, min),
@@ -235,13 +235,13 @@ def _privacy(runs: Sequence[Recorded]) -> str:
         said.append(
             "<p>Each ε covers its own run. Choosing among the runs by what this page shows of them is a choice that no "
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
-            f"<strong>{epsilon_together(runs):.3f}</strong> at δ = {delta:g}.</p>"
+            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}.</p>"
         )
     for number, run in enumerate(runs):
         stated = run.statement
         said.append(
             f'<details id="run-{number}"{" open" if len(runs) == 1 else ""}><summary>{_swatch(number)}'
-            f"{escape(run.name)}: ε = {stated['epsilon']:.3f}, δ = {stated['delta']:g}, "
+            f"{escape(run.name)}: ε = {rounded_up(stated['epsilon'])}, δ = {stated['delta']:g}, "
             f"{counted(stated)}</summary>"
             f"<pre tabindex=0>{escape(run.stated.strip() or json.dumps(dict(stated), indent=1))}</pre>"
             f"<p class=sub>From {escape(str(run.path))}</p>{_audit(run)}</details>"
