@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from clipwise.cli import main
 from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
-from clipwise.report.answer import answer, refuted, rows
+from clipwise.report.answer import answer, ranking, refuted, rows
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
@@ -167,9 +168,15 @@ def test_every_number_of_the_table_is_the_recorded_one(compared: Path) -> None:
 def test_bold_is_the_best_of_its_column(compared: Path) -> None:
     text = (compared / "report.html").read_text()
     runs = json.loads((compared / "report.json").read_text())["runs"]
-    for title, best in (("accuracy", max), ("same_bias", min), ("noise", min), ("alignment", max), ("ece", min)):
-        value = best(run[title] for run in runs if run[title] is not None)
-        assert f'class="num best" data-v="{value!r}"' in text, title
+    for title, best, form in (
+        ("accuracy", max, "{:.1%}"), ("same_bias", min, "{:.1%}"), ("noise", min, "{:.2f}"),
+        ("alignment", max, "{:.3f}"), ("ece", min, "{:.1%}"),
+    ):  # fmt: skip
+        known = [run[title] for run in runs if run[title] is not None]
+        top = {value for value in known if form.format(value) == form.format(best(known))}
+        for value in known:
+            bold = f'class="num best" data-v="{value!r}"' in text
+            assert bold == (value in top and top != set(known)), title
 
 
 def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(compared: Path) -> None:
@@ -183,8 +190,14 @@ def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(com
     assert set(re.findall(r"\*(\w+)\* \(\d+%\)", first)) == near
     shown = Read((compared / "report.html").read_text()).text
     assert first.replace("*", "") in shown
-    best = max(found, key=lambda row: row.accuracy or 0)
-    assert f"{best.name}’s: {best.accuracy:.1%}" in shown
+    top = f"{max(row.accuracy or 0 for row in found):.1%}"
+    first = [row for row in found if f"{row.accuracy:.1%}" == top]
+    if len(first) == 1:
+        assert f"{first[0].name}’s: {top}" in shown
+    elif len(first) < len(found):
+        assert re.search(rf"that of [^:]*\b{first[0].name}\b[^:]*, with no difference between them: {top}", shown)
+    else:
+        assert f"There is no difference in accuracy: {top}" in shown
 
 
 def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None:
@@ -275,6 +288,72 @@ def test_nothing_is_fetched_from_anywhere(compared: Path) -> None:
     assert not [each for each in shown.attributes if each[1] in ("src", "srcset", "action", "data", "poster")]
     assert all((value or "").startswith("#") for _, name, value in shown.attributes if name == "href")
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|<link", (compared / "report.html").read_text())
+
+
+# runs that diverged, and runs that are alike
+
+
+@pytest.fixture(scope="module")
+def diverged(base: Path) -> Path:
+    """A comparison of which one run is without finite numbers from its first step on."""
+    folder = base / "diverged"
+    if not folder.exists():
+        methods = "flat(0.5); psac(1e6) @ 1e38; normalised"
+        words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", methods]
+        assert main([*words, *FAST, "--steps", "6", "--evaluate-every", "2", "--folder", str(folder)]) == 0
+    return folder
+
+
+def test_a_run_that_diverged_is_in_no_mean_and_in_no_ranking(diverged: Path) -> None:
+    runs = read([diverged])
+    found = {row.name: row for row in rows(runs)}
+    assert [row.diverged for row in found.values()] == [None, 2, None]
+    looks = [look for run in diverged.glob("*/diagnostics.jsonl") for look in lines(run)]
+    finite = [look["methods"]["flat(clip_norm=0.5)"] for look in looks if look["non_finite"] < look["samples"]]
+    assert len(finite) == 9 < len(looks) == 12, "psac saw one finite look, before its first step"
+    assert found["flat"].same_bias == pytest.approx(np.mean([each["direction_error"] for each in finite]))
+    assert found["psac"].same_bias is None and len(runs[1].looks) == 1
+    shown = Read(text := page(runs, figures(runs)))
+    assert "psac had diverged at step 2: its loss or gradients were not finite" in shown.text
+    assert "psac(clip_norm=1000000.0, r=0.1) · diverged at step 2" in shown.text
+    assert text.index("psac had diverged") < text.index("The answer")
+    line = text[text.index('<tr data-run="1">') :].partition("</tr>")[0]
+    assert " best" not in line
+    assert "psac" not in answer(list(found.values()))[0] and "psac" in ranking(list(found.values()))
+    assert "Not ranked: psac, which diverged." in ranking(list(found.values()))
+    by_key = {figure.key: figure for figure in figures(runs)}
+    assert "Not here: psac, which diverged." in by_key["same-gradients"].caption
+    assert by_key["same-gradients"].panels[0].marks[0].names in (("flat", "normalised"), ("normalised", "flat"))  # type: ignore[union-attr]
+
+
+def test_compare_says_who_diverged_and_gives_it_no_bias_in_the_end(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", "flat; psac(1e6) @ 1e38", *FAST]
+    assert main([*words, "--steps", "2", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: psac had diverged at step 1" in shown.err
+    flat, psac = json.loads(shown.out)["runs"]
+    assert flat["diverged"] is None and flat["bias"] > 0
+    assert psac["diverged"] == 1 and psac["bias"] is None and psac["clipped"] is None and not psac["best"]
+    assert answer(rows(read([tmp_path / "runs"])))[0].startswith("*flat* reached")
+    assert answer(rows(read([tmp_path / "runs"]))[1:] * 2) == ["Every run diverged, so there is nothing to rank."]
+
+
+def test_what_prints_alike_is_no_difference(compared: Path) -> None:
+    flat, psac, normalised, *_ = rows(read([compared]))
+    flat, psac = (replace(row, same_bias=bias) for row, bias in ((flat, 0.0632), (psac, 0.0628)))
+    alike = [replace(row, accuracy=0.6741, alignment=0.4, noise=2.0) for row in (flat, psac)]
+    said = " ".join(answer(alike))
+    assert said.startswith("There is no difference in bias between *psac* and *flat*: 6% of the clipped mean gradient")
+    assert "There is no difference in accuracy: 67.4%" in said
+    assert not re.search("least|most|best", said)
+    assert ranking(alike) == "On the same gradients, no difference in bias: psac 6.3%, flat 6.3%."
+    third = replace(normalised, same_bias=0.2, accuracy=0.5)
+    said = " ".join(answer([*alike, third]))
+    assert said.startswith("*psac* and *flat* are the least biased: 6% of the clipped mean gradient points away")
+    assert "The most biased is *normalised* with 20%." in said
+    assert "The most accurate model is that of *flat* and *psac*, with no difference between them: 67.4%." in said
 
 
 # other kinds of runs

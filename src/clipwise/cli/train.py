@@ -6,9 +6,7 @@ Gives: the run's folder, and a summary as text or JSON.
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag
 from clipwise.plain import as_json, rounded_up
+from clipwise.report import read
+from clipwise.report.answer import rows
 from clipwise.report.folder import refuse_used
 from clipwise.report.runs import short
 from clipwise.report.statement import counted
@@ -41,10 +41,7 @@ def run(config: TrainConfig) -> str:
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
-    if not all(map(math.isfinite, finished.metrics[-1].values())):
-        warnings.warn(
-            "the evaluation's loss is not finite: the run diverged; write a smaller --learning-rate", stacklevel=2
-        )
+    warn_of(rows(read([folder])))
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return as_json(_values(config, finished, time.monotonic() - start), indent)

@@ -18,7 +18,7 @@ from typing import Any
 
 from clipwise.methods import papers
 from clipwise.plain import as_json, rounded_up
-from clipwise.report.answer import Row, answer, refuted, rows, told
+from clipwise.report.answer import Row, alarms, answer, best, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
@@ -104,9 +104,8 @@ def figure_html(figure: Figure) -> str:
 def _answer(found: Sequence[Row], bars: Figure | None) -> str:
     """Who is least biased and why, in words, beside a bar for each method."""
     first, *more = answer(found) or [NOTHING]
-    false = refuted(found)
     return (
-        (f"<p class=false><strong>{_marked(false)}</strong></p>" if false else "")
+        "".join(f"<p class=false><strong>{escape(text)}</strong></p>" for text in alarms(found))
         + "<section class=answer aria-label='The answer'>"
         f"<p class=lead-in>{_marked(first)}</p>"
         f"{figure_html(bars) if bars is not None else ''}"
@@ -163,10 +162,10 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
 
 def _table(found: Sequence[Row]) -> str:
     columns, ranked = _columns(found), len(found) > 1 and all(row.rival for row in found)
-    best = {
-        column.title: column.best(v for row in found if (v := column.value(row)) is not None and math.isfinite(v))
+    first = {
+        column.title: best(found, column.value, column.best, column.shown)
         for column in columns
-        if column.best is not None and ranked and any(_finite(column.value(row)) for row in found)
+        if column.best is not None and ranked
     }
     heads = "<th scope=col aria-sort=none><button type=button>method</button></th>" + "".join(
         f"<th scope=col aria-sort=none class=num><button type=button>{escape(c.title)}</button>"
@@ -178,12 +177,13 @@ def _table(found: Sequence[Row]) -> str:
         cells = []
         for column in columns:
             value = column.value(row)
-            if not _finite(value) or value is None:
+            if value is None or not math.isfinite(value):
                 cells.append("<td class=num data-v=''>–</td>")
                 continue
-            mark = " best" if best.get(column.title) == value else ""
+            mark = " best" if row in first.get(column.title, ()) else ""
             cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.shown(value)}</td>')
         verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
+        verdict += "" if row.diverged is None else f" · <strong>diverged at step {row.diverged}</strong>"
         lines.append(
             f'<tr data-run="{number}"><th scope=row data-v="{escape(row.name, quote=True)}">{_swatch(number)}'
             f'<a href="#run-{number}">{_breakable(row.name)}</a><small>{_breakable(row.method)}{verdict}</small></th>'
@@ -215,10 +215,6 @@ MEANS = (
 def _breakable(text: str) -> str:
     """Text that may go on in the next line after a bracket, a comma or a sign, as HTML."""
     return re.sub(r"([(,])", r"\1<wbr>", escape(text))
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _swatch(number: int) -> str:
@@ -293,7 +289,7 @@ def _title(runs: Sequence[Recorded]) -> str:
     where = f" on {short(places[0])}" if len(places) == 1 else ""
     if len(runs) == 1:
         return f"A private run with {runs[0].name}{where}"
-    if not all(run.looks for run in runs) or not comparable(runs):
+    if not all(run.looks for run in runs) or not comparable(runs) or any(run.diverged is not None for run in runs):
         return f"{len(runs)} private runs{where}"
     what = "clipping methods" if len({run.method.name for run in runs}) == len(runs) else "runs"
     return f"Which of {len(runs)} {what} bends the gradient least{where}?"

@@ -7,6 +7,7 @@ Gives: Recorded for each run, under a short name of its own; what their own meth
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +43,8 @@ class Recorded:
     name: str  # short, and no other run's
     statement: Values
     metrics: tuple[Values, ...]
-    looks: tuple[Values, ...] = ()  # diagnostics; not private
+    looks: tuple[Values, ...] = ()  # diagnostics, of those with a finite gradient; not private
+    diverged: int | None = None  # the step at which its numbers were first seen not to be finite
     calibration: Values | None = None
     audit: Values | None = None
     settings: Values | None = None
@@ -88,6 +90,11 @@ def own(look: Values) -> Values:
     return next(iter(look["methods"].values()))
 
 
+def blind(look: Values) -> bool:
+    """Whether no sample of a look had a finite gradient: its zeros are not measured, and belong in no mean."""
+    return bool(look["non_finite"] == look["samples"])
+
+
 def short(data: str) -> str:
     """The data's name without where it lies and which part is taken: for titles, and as a part of a file name."""
     head = data.partition("?")[0]
@@ -112,12 +119,14 @@ def _read(place: Path) -> Recorded:
         for name in NEEDED:
             statement[name]
         settings = place / SETTINGS
+        metrics, looks = measurements(place / METRICS), lines(place / DIAGNOSTICS)
         found = Recorded(
             path=place,
             name="",
             statement=statement,
-            metrics=tuple(measurements(place / METRICS)),
-            looks=tuple(lines(place / DIAGNOSTICS)),
+            metrics=tuple(metrics),
+            looks=tuple(look for look in looks if not blind(look)),
+            diverged=_diverged(metrics, looks),
             calibration=_json(place / CALIBRATION),
             audit=_json(place / AUDIT),
             settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
@@ -133,6 +142,13 @@ def _read(place: Path) -> Recorded:
             f"restore the run's {LEDGER}"
         )
     return found
+
+
+def _diverged(metrics: Sequence[Values], looks: Sequence[Values]) -> int | None:
+    """The first step after which the loss, or every gradient, was not finite: what comes later is no better."""
+    lost = [row["step"] for row in metrics if not math.isfinite(row.get("loss", 0.0))]
+    lost += [look["step"] for look in looks if blind(look)]
+    return min(lost, default=None)
 
 
 def _json(place: Path) -> Any:
