@@ -225,6 +225,7 @@ def test_every_curve_is_the_recorded_one(compared: Path) -> None:
     (rank,) = shown["same-gradients"].panels[0].marks
     assert isinstance(rank, Rank) and list(rank.values) == sorted(rank.values) and "adaptive" not in rank.names
     assert "adaptive" in shown["same-gradients"].caption
+    assert shown["kept"].caption.endswith("Not here: layerwise, which clips layer by layer.")
     for run, panel in zip(runs, shown["reliability"].panels, strict=True):
         assert run.calibration is not None
         assert panel.marks[0].heights == tuple(  # type: ignore[union-attr]
@@ -488,13 +489,29 @@ def test_runs_of_one_method_are_named_by_what_tells_them_apart(compared: Path, t
 # drawing
 
 
+def test_the_numbers_of_an_axis_are_written_in_one_way() -> None:
+    for low, high, expected in (
+        (0.5, 2e4, ["1", "10", "100", "1000", "10000"]),
+        (1e-3, 1.0, ["0.001", "0.01", "0.1", "1"]),
+        (1e-6, 1e2, ["1e-06", "1e-04", "1e-02", "1e+00", "1e+02"]),
+    ):
+        axis = Axis("", low, high, log=True)
+        assert [written(tick, axis) for tick in ticks(axis, 5)] == expected
+    steps = Axis("step", 0.0, 20_000.0)
+    assert [written(tick, steps) for tick in ticks(steps, 4)] == ["0", "5000", "10000", "15000", "20000"]
+    cosines = Axis("", -0.396, 0.5)
+    assert min(ticks(cosines, 5)) == pytest.approx(-0.2), "−0.4 would lie below the axis line"
+
+
 @given(st.floats(-1e3, 1e3), st.floats(1e-4, 1e3), st.booleans(), st.booleans())
 def test_ticks_are_on_the_axis_and_read_as_what_they_are(low: float, span: float, log: bool, percent: bool) -> None:
     low = abs(low) + 1e-3 if log else low
     axis = Axis("", low, low + span, log=log, percent=percent)
     found = ticks(axis, 5)
     assert found == sorted(found) and len(found) <= 8
-    assert all(-0.0201 <= share(tick, axis) <= 1.0201 for tick in found)
+    assert all(-1e-6 <= share(tick, axis) <= 1.0201 for tick in found), "none below the axis line"
+    if not percent and not log and abs(low) + span < 100:
+        assert not any("e" in written(tick, axis) for tick in found if abs(tick) > 1e-9)
     if percent and not log and abs(low) < 10:
         for tick in found:
             assert float(written(tick, axis).rstrip("%")) / 100 == pytest.approx(tick, abs=span * 1e-3)

@@ -221,10 +221,12 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         return None
     middle = float(shown.looks[-1]["spread"]["quantiles"]["50%"])
     lines: list[Mark] = []
+    apart = []
     for number, run in enumerate(runs):
         method = methods.parse(next(iter(run.looks[-1]["methods"]))) if run.looks else run.method
         if method.split is not None:
-            continue  # layer by layer: there is no one norm
+            apart.append(run.name)  # there is no one norm
+            continue
         at = torch.tensor([middle], dtype=torch.float64)
         share = method.weigh(norms_) / (method.weigh(at) if float(method.weigh(at)) > 0 else 1.0)
         there = (share > 0) & share.isfinite()
@@ -249,7 +251,8 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         "kept",
         "Where the bias comes from",
         "Bias is unequal treatment: a level line would keep every sample’s say in the mean. Where a line falls, long "
-        "gradients are held down; where it ends, they are dropped. It matters where many samples are (below).",
+        "gradients are held down; where it ends, they are dropped. It matters where many samples are (below)."
+        + (f" Not here: {', '.join(apart)}, which clips layer by layer." if apart else ""),
         (upper, lower),
     )
 
