@@ -354,7 +354,9 @@ def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str]
     target = draw.randn(100) + 5
     numbers = saved("far.npz", x=x, y=target, x_test=x, y_test=target) + "?task=regression"
     assert main(["train", "--data", numbers, *words]) == 0
-    assert f"the mean of the evaluation labels, whose error is {target.std():.4g}: try more" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert f"the mean of the evaluation labels, whose error is {target.std():.4g}: try more" in shown.err
+    assert "(root mean squared, in the label’s own unit) on 100 evaluation samples" in " ".join(shown.out.split())
 
 
 def test_a_run_that_learnt_is_not_told_otherwise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -401,7 +401,9 @@ def test_a_regression_shows_its_error_and_less_is_better(others: Path, tmp_path:
     error = lines(others / "regression" / "metrics.jsonl")[-1]["error"]
     assert f'class="num best" data-v="{error!r}"' in text and "accuracy" not in [t for _, t in shown.cells[0]]
     assert f"The least error is flat regression’s: {error:.4g}" in shown.text.replace("also ", "")
-    assert "Error for the privacy spent" in shown.text and "Down is better." in shown.text
+    assert "Error for the privacy spent" in shown.text and "; down is better." in shown.text
+    assert shown.text.count("root mean squared, in the label’s own unit") == 2, "of the column and of the curve"
+    assert answer(rows(runs)[:1])[0].count("root mean squared, in the label’s own unit") == 1
 
 
 def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> None:

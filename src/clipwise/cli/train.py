@@ -21,7 +21,7 @@ from clipwise.plain import as_json, rounded_up
 from clipwise.report import read
 from clipwise.report.answer import rows
 from clipwise.report.folder import refuse_used
-from clipwise.report.runs import short
+from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
 from clipwise.training import Run
 from clipwise.types import InputError
@@ -76,7 +76,8 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))
     name, value = quality(last)
-    table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {samples} evaluation samples")
+    over = "of" if name == "accuracy" else f"({ROOT_MEAN_SQUARE}) on"
+    table.add_row(name, f"[bold]{value}[/] {over} {samples} evaluation samples")
     table.add_row(
         "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
     )

@@ -14,7 +14,7 @@ import torch
 
 from clipwise.plain import rounded_up
 from clipwise.report.figures import fair, left_out
-from clipwise.report.runs import Recorded, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
@@ -32,7 +32,7 @@ class Row:
     delta: float
     releases: int
     accuracy: float | None
-    error: float | None  # of a regression, in the place of the accuracy
+    error: float | None  # of a regression, in the place of the accuracy: root mean squared, in the label's own unit
     bias: float | None  # direction error, mean over the run's own looks: 0 is unbiased
     same_bias: float | None  # the same, over the looks of all runs: the same gradients for every method
     noise: float | None  # length of the noise over that of the clipped mean, geometric mean over looks
@@ -209,7 +209,7 @@ def _single(row: Row) -> list[str]:
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
-        reached = f" ended with an error of {row.error:.4g}"
+        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {row.error:.4g}"
     said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
     if row.bias is not None and row.clipped is not None:
         said.append(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from clipwise import methods
-from clipwise.report.runs import Recorded, Values, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, Values, comparable, own
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def quality(runs: Sequence[Recorded]) -> Figure | None:
         "quality",
         f"{what.capitalize()} for the privacy spent",
         "Each dot is a measurement during training; further left is more private."
-        + (" Up is better." if what == "accuracy" else " Down is better."),
+        + (" Up is better." if what == "accuracy" else f" The error is {ROOT_MEAN_SQUARE}; down is better."),
         Axis("ε spent"),
         Axis(what, percent=what == "accuracy"),
         lines,

@@ -23,7 +23,7 @@ from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import Recorded, comparable, epsilon_together, short
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, epsilon_together, short
 from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
@@ -148,7 +148,7 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
     several = len(found) > 1
     every = [
         _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
-        _Column("error", "of the final model", lambda row: row.error, "{:.4g}".format, min),
+        _Column("error", ROOT_MEAN_SQUARE, lambda row: row.error, "{:.4g}".format, min),
         _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, rounded_up),
         _Column("bias", "on the same gradients", lambda row: row.same_bias if several else None, "{:.1%}".format, min),
         _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),

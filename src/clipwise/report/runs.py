@@ -32,6 +32,7 @@ from clipwise.report.folder import (
 from clipwise.types import InputError
 
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
+ROOT_MEAN_SQUARE = "root mean squared, in the label’s own unit"  # what the error of a regression is
 Values = Mapping[str, Any]
 
 
