@@ -29,7 +29,7 @@ from clipwise.cli.options import read
 from clipwise.cli.runs import loss_of, network, resolved
 from clipwise.config import TrainConfig
 from clipwise.data import Arrays, load
-from clipwise.private import cross_entropy
+from clipwise.losses import cross_entropy
 from clipwise.records import oracle, per_sample
 from clipwise.report.plots import plotted
 from clipwise.types import Gaussian, InputError, PoissonGaussian

@@ -80,4 +80,8 @@ def test_quality_is_accuracy_and_mean_loss_or_the_mean_square() -> None:
     assert quality(line, Arrays((X, target))) == {"loss": pytest.approx(square, rel=1e-5)}
     part = Arrays((X, target))
     splits = Splits("numbers", part, part, 1, (3,), task="regression", unit=5.0)
-    assert measured(splits, line) == pytest.approx({"error": 5 * square**0.5, "loss": square}, rel=1e-5)
+    spread = 5 * float(target.double().numpy().std())
+    expected = {"error": 5 * square**0.5, "loss": square, "baseline": spread}
+    assert measured(splits, line) == pytest.approx(expected, rel=1e-5)
+    most = max(Y.tolist().count(label) for label in set(Y.tolist())) / ROWS
+    assert measured(Splits("classes", Arrays((X, Y)), Arrays((X, Y)), 4, (3,)), model)["baseline"] == most

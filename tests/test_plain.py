@@ -6,10 +6,11 @@ import json
 import math
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.plain import as_json, plain
+from clipwise.plain import as_json, plain, rounded_up
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -37,3 +38,18 @@ def test_a_strict_reader_reads_everything_but_nan_and_infinity_which_are_null(va
     text = as_json(value, indent)
     assert same(value, json.loads(text, parse_constant=refuse)) and same(value, plain(value))
     assert text.endswith("\n") and (indent or text.count("\n") == 1)
+
+
+@given(st.floats(0, exclude_min=True, allow_infinity=False))
+def test_an_epsilon_is_never_printed_below_what_was_spent(epsilon: float) -> None:
+    printed = float(rounded_up(epsilon))
+    assert epsilon <= printed <= max(epsilon * 1.0101, epsilon + 0.001) or epsilon < 1e-300
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "printed"),
+    [(1.280446, "1.281"), (2.99975, "3.000"), (3.0, "3.000"), (1e-9, "1e-09"), (0.012341, "0.0124"), (0.0, "0"),
+     (2345678.0, "2.35e+06"), (math.inf, "inf")],
+)  # fmt: skip
+def test_an_epsilon_has_as_many_digits_as_say_something(epsilon: float, printed: str) -> None:
+    assert rounded_up(epsilon) == printed

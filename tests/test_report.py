@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from hypothesis import strategies as st
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import main
 from clipwise.cli.screen import _measured
+from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
-from clipwise.report.answer import answer, refuted, rows
+from clipwise.report.answer import answer, ranking, refuted, rows
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
@@ -145,7 +147,7 @@ def test_every_number_of_the_table_is_the_recorded_one(compared: Path) -> None:
         same = [look["methods"].get(stated["method"]) for look in every]
         expected = {
             "accuracy": (lines(folder / "metrics.jsonl")[-1]["accuracy"], "{:.1%}"),
-            "ε": (stated["epsilon"], "{:.3f}"),
+            "ε": (stated["epsilon"], None),
             "own bias": (np.mean([look["direction_error"] for look in own]), "{:.1%}"),
             "noise": (math.exp(np.mean([-math.log(look["signal_to_noise"]) for look in own])), "{:.2f}"),
             "alignment": (np.mean([look["alignment"] for look in own]), "{:.3f}"),
@@ -159,16 +161,22 @@ def test_every_number_of_the_table_is_the_recorded_one(compared: Path) -> None:
         for title, (value, form) in expected.items():
             kept, text = shown.column(title)[name]
             assert float(kept or "nan") == pytest.approx(value, rel=1e-12), (name, title)
-            assert text == form.format(value), (name, title)
+            assert text == (form.format(value) if form else rounded_up(value)), (name, title)
     assert shown.column("bias")["adaptive"] == ("", "–")
 
 
 def test_bold_is_the_best_of_its_column(compared: Path) -> None:
     text = (compared / "report.html").read_text()
     runs = json.loads((compared / "report.json").read_text())["runs"]
-    for title, best in (("accuracy", max), ("same_bias", min), ("noise", min), ("alignment", max), ("ece", min)):
-        value = best(run[title] for run in runs if run[title] is not None)
-        assert f'class="num best" data-v="{value!r}"' in text, title
+    for title, best, form in (
+        ("accuracy", max, "{:.1%}"), ("same_bias", min, "{:.1%}"), ("noise", min, "{:.2f}"),
+        ("alignment", max, "{:.3f}"), ("ece", min, "{:.1%}"),
+    ):  # fmt: skip
+        known = [run[title] for run in runs if run[title] is not None]
+        top = {value for value in known if form.format(value) == form.format(best(known))}
+        for value in known:
+            bold = f'class="num best" data-v="{value!r}"' in text
+            assert bold == (value in top and top != set(known)), title
 
 
 def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(compared: Path) -> None:
@@ -182,8 +190,14 @@ def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(com
     assert set(re.findall(r"\*(\w+)\* \(\d+%\)", first)) == near
     shown = Read((compared / "report.html").read_text()).text
     assert first.replace("*", "") in shown
-    best = max(found, key=lambda row: row.accuracy or 0)
-    assert f"{best.name}’s: {best.accuracy:.1%}" in shown
+    top = f"{max(row.accuracy or 0 for row in found):.1%}"
+    first = [row for row in found if f"{row.accuracy:.1%}" == top]
+    if len(first) == 1:
+        assert f"{first[0].name}’s: {top}" in shown
+    elif len(first) < len(found):
+        assert re.search(rf"that of [^:]*\b{first[0].name}\b[^:]*, with no difference between them: {top}", shown)
+    else:
+        assert f"There is no difference in accuracy: {top}" in shown
 
 
 def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None:
@@ -211,6 +225,7 @@ def test_every_curve_is_the_recorded_one(compared: Path) -> None:
     (rank,) = shown["same-gradients"].panels[0].marks
     assert isinstance(rank, Rank) and list(rank.values) == sorted(rank.values) and "adaptive" not in rank.names
     assert "adaptive" in shown["same-gradients"].caption
+    assert shown["kept"].caption.endswith("Not here: layerwise, which clips layer by layer.")
     for run, panel in zip(runs, shown["reliability"].panels, strict=True):
         assert run.calibration is not None
         assert panel.marks[0].heights == tuple(  # type: ignore[union-attr]
@@ -259,7 +274,7 @@ def test_epsilon_of_all_runs_is_that_of_all_ledgers_as_one(compared: Path) -> No
     entries = [entry for run in runs for entry in Ledger(run.path / "ledger.jsonl").entries]
     together = spent(entries, 1e-3, "rdp")
     assert epsilon_together(runs) == together > max(run.statement["epsilon"] for run in runs)
-    assert f"{together:.3f}" in Read((compared / "report.html").read_text()).text
+    assert rounded_up(together) in Read((compared / "report.html").read_text()).text
 
 
 def test_a_run_whose_ledger_is_short_is_refused(compared: Path, tmp_path: Path) -> None:
@@ -276,6 +291,72 @@ def test_nothing_is_fetched_from_anywhere(compared: Path) -> None:
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|<link", (compared / "report.html").read_text())
 
 
+# runs that diverged, and runs that are alike
+
+
+@pytest.fixture(scope="module")
+def diverged(base: Path) -> Path:
+    """A comparison of which one run is without finite numbers from its first step on."""
+    folder = base / "diverged"
+    if not folder.exists():
+        methods = "flat(0.5); psac(1e6) @ 1e38; normalised"
+        words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", methods]
+        assert main([*words, *FAST, "--steps", "6", "--evaluate-every", "2", "--folder", str(folder)]) == 0
+    return folder
+
+
+def test_a_run_that_diverged_is_in_no_mean_and_in_no_ranking(diverged: Path) -> None:
+    runs = read([diverged])
+    found = {row.name: row for row in rows(runs)}
+    assert [row.diverged for row in found.values()] == [None, 2, None]
+    looks = [look for run in diverged.glob("*/diagnostics.jsonl") for look in lines(run)]
+    finite = [look["methods"]["flat(clip_norm=0.5)"] for look in looks if look["non_finite"] < look["samples"]]
+    assert len(finite) == 9 < len(looks) == 12, "psac saw one finite look, before its first step"
+    assert found["flat"].same_bias == pytest.approx(np.mean([each["direction_error"] for each in finite]))
+    assert found["psac"].same_bias is None and len(runs[1].looks) == 1
+    shown = Read(text := page(runs, figures(runs)))
+    assert "psac had diverged at step 2: its loss or gradients were not finite" in shown.text
+    assert "psac(clip_norm=1000000.0, r=0.1) · diverged at step 2" in shown.text
+    assert text.index("psac had diverged") < text.index("The answer")
+    line = text[text.index('<tr data-run="1">') :].partition("</tr>")[0]
+    assert " best" not in line
+    assert "psac" not in answer(list(found.values()))[0] and "psac" in ranking(list(found.values()))
+    assert "Not ranked: psac, which diverged." in ranking(list(found.values()))
+    by_key = {figure.key: figure for figure in figures(runs)}
+    assert "Not here: psac, which diverged." in by_key["same-gradients"].caption
+    assert by_key["same-gradients"].panels[0].marks[0].names in (("flat", "normalised"), ("normalised", "flat"))  # type: ignore[union-attr]
+
+
+def test_compare_says_who_diverged_and_gives_it_no_bias_in_the_end(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "--data", data(base), "--model", "mlp(hidden=8)", "--methods", "flat; psac(1e6) @ 1e38", *FAST]
+    assert main([*words, "--steps", "2", "--folder", str(tmp_path / "runs"), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert "warning: psac had diverged at step 1" in shown.err
+    flat, psac = json.loads(shown.out)["runs"]
+    assert flat["diverged"] is None and flat["bias"] > 0
+    assert psac["diverged"] == 1 and psac["bias"] is None and psac["clipped"] is None and not psac["best"]
+    assert answer(rows(read([tmp_path / "runs"])))[0].startswith("*flat* reached")
+    assert answer(rows(read([tmp_path / "runs"]))[1:] * 2) == ["Every run diverged, so there is nothing to rank."]
+
+
+def test_what_prints_alike_is_no_difference(compared: Path) -> None:
+    flat, psac, normalised, *_ = rows(read([compared]))
+    flat, psac = (replace(row, same_bias=bias) for row, bias in ((flat, 0.0632), (psac, 0.0628)))
+    alike = [replace(row, accuracy=0.6741, alignment=0.4, noise=2.0) for row in (flat, psac)]
+    said = " ".join(answer(alike))
+    assert said.startswith("There is no difference in bias between *psac* and *flat*: 6% of the clipped mean gradient")
+    assert "There is no difference in accuracy: 67.4%" in said
+    assert not re.search("least|most|best", said)
+    assert ranking(alike) == "On the same gradients, no difference in bias: psac 6.3%, flat 6.3%."
+    third = replace(normalised, same_bias=0.2, accuracy=0.5)
+    said = " ".join(answer([*alike, third]))
+    assert said.startswith("*psac* and *flat* are the least biased: 6% of the clipped mean gradient points away")
+    assert "The most biased is *normalised* with 20%." in said
+    assert "The most accurate model is that of *flat* and *psac*, with no difference between them: 67.4%." in said
+
+
 # other kinds of runs
 
 
@@ -283,7 +364,7 @@ def test_a_single_run_is_told_without_a_ranking(compared: Path, tmp_path: Path) 
     runs = read([compared / "2-psac"])
     text = Read(page(runs, figures(runs))).text
     (row,) = rows(runs)
-    assert f"psac reached {row.accuracy:.1%} accuracy at ε = {row.epsilon:.3g}" in text
+    assert f"psac reached {row.accuracy:.1%} accuracy at ε = {rounded_up(row.epsilon)}" in text
     assert "least biased" not in text and "on the same gradients" not in text
     assert "A private run with psac on data" in text
 
@@ -306,7 +387,7 @@ def test_a_run_that_measured_nothing_still_has_its_privacy(others: Path, tmp_pat
     runs = read([tmp_path / "a", tmp_path / "b"])
     text = Read(page(runs, figures(runs))).text
     assert "Nothing was measured of these runs but their privacy." in text
-    assert f"ε = {runs[0].statement['epsilon']:.3f}" in text
+    assert f"ε = {rounded_up(runs[0].statement['epsilon'])}" in text
 
 
 def test_a_regression_shows_its_error_and_less_is_better(others: Path, tmp_path: Path) -> None:
@@ -320,7 +401,9 @@ def test_a_regression_shows_its_error_and_less_is_better(others: Path, tmp_path:
     error = lines(others / "regression" / "metrics.jsonl")[-1]["error"]
     assert f'class="num best" data-v="{error!r}"' in text and "accuracy" not in [t for _, t in shown.cells[0]]
     assert f"The least error is flat regression’s: {error:.4g}" in shown.text.replace("also ", "")
-    assert "Error for the privacy spent" in shown.text and "Down is better." in shown.text
+    assert "Error for the privacy spent" in shown.text and "; down is better." in shown.text
+    assert shown.text.count("root mean squared, in the label’s own unit") == 2, "of the column and of the curve"
+    assert answer(rows(runs)[:1])[0].count("root mean squared, in the label’s own unit") == 1
 
 
 def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> None:
@@ -408,13 +491,29 @@ def test_runs_of_one_method_are_named_by_what_tells_them_apart(compared: Path, t
 # drawing
 
 
+def test_the_numbers_of_an_axis_are_written_in_one_way() -> None:
+    for low, high, expected in (
+        (0.5, 2e4, ["1", "10", "100", "1000", "10000"]),
+        (1e-3, 1.0, ["0.001", "0.01", "0.1", "1"]),
+        (1e-6, 1e2, ["1e-06", "1e-04", "1e-02", "1e+00", "1e+02"]),
+    ):
+        axis = Axis("", low, high, log=True)
+        assert [written(tick, axis) for tick in ticks(axis, 5)] == expected
+    steps = Axis("step", 0.0, 20_000.0)
+    assert [written(tick, steps) for tick in ticks(steps, 4)] == ["0", "5000", "10000", "15000", "20000"]
+    cosines = Axis("", -0.396, 0.5)
+    assert min(ticks(cosines, 5)) == pytest.approx(-0.2), "−0.4 would lie below the axis line"
+
+
 @given(st.floats(-1e3, 1e3), st.floats(1e-4, 1e3), st.booleans(), st.booleans())
 def test_ticks_are_on_the_axis_and_read_as_what_they_are(low: float, span: float, log: bool, percent: bool) -> None:
     low = abs(low) + 1e-3 if log else low
     axis = Axis("", low, low + span, log=log, percent=percent)
     found = ticks(axis, 5)
     assert found == sorted(found) and len(found) <= 8
-    assert all(-0.0201 <= share(tick, axis) <= 1.0201 for tick in found)
+    assert all(-1e-6 <= share(tick, axis) <= 1.0201 for tick in found), "none below the axis line"
+    if not percent and not log and abs(low) + span < 100:
+        assert not any("e" in written(tick, axis) for tick in found if abs(tick) > 1e-9)
     if percent and not log and abs(low) < 10:
         for tick in found:
             assert float(written(tick, axis).rstrip("%")) / 100 == pytest.approx(tick, abs=span * 1e-3)

@@ -24,8 +24,8 @@ from clipwise.engine import Here
 from clipwise.experiments import descend, holds, known, measures, read
 from clipwise.experiments.experiment import HOME, SCALES
 from clipwise.experiments.results import averaged, summary, written
+from clipwise.losses import squared_error as squared
 from clipwise.methods import METHODS
-from clipwise.private import squared_error as squared
 from clipwise.records import Capture
 from clipwise.types import InputError
 

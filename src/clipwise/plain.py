@@ -1,7 +1,7 @@
-"""JSON for other programs, all of it by one function: it has no NaN and no infinity, so these are null.
+"""How values are written: for programs as JSON, which has no NaN and no infinity; for people an ε, rounded up.
 
 Receives: numbers, texts, lists and mappings.
-Gives: plain, the same without what JSON does not have; as_json, its text.
+Gives: plain, the same with null for what JSON does not have; as_json, its text; rounded_up, the text of an ε.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 
@@ -24,3 +25,13 @@ def plain(value: Any) -> Any:
 def as_json(value: Any, indent: int | None = 2) -> str:
     """The value as JSON, with a line end; on one line where ``indent`` is None."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def rounded_up(epsilon: float) -> str:
+    """ε for people, never below what was spent: three decimals, or three digits where that would say nothing."""
+    if not 0 < epsilon < math.inf:
+        return f"{epsilon:g}"
+    exact = Decimal(repr(epsilon))  # its shortest text, so that 1e-9 is not a little more than that
+    usual = 0.1 <= epsilon < 1e6
+    up = exact.quantize(Decimal(1).scaleb(-3 if usual else exact.adjusted() - 2), ROUND_CEILING)
+    return f"{up}" if usual else f"{float(up):.3g}"

@@ -13,7 +13,7 @@ from clipwise import accounting
 from clipwise.accounting.dice import Plan
 from clipwise.accounting.events import RELATION
 from clipwise.config import CalibrateConfig, flag, one_given
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 from clipwise.types import InputError, positive, whole
 
 
@@ -43,7 +43,7 @@ def run(config: CalibrateConfig) -> str:
     else:
         noise = config.noise_multiplier
         epsilon = cost(noise_multiplier=noise, **setting)
-        answer = f"ε = {epsilon:.4f} with noise multiplier {noise:g}"
+        answer = f"ε = {rounded_up(epsilon)} with noise multiplier {noise:g}"
     if config.json:
         values = {"noise_multiplier": noise, "epsilon": epsilon, **setting, "sampling_rate": rate}
         values |= {name: getattr(config, name) for name in ("samples", "batch", "epochs")} | {"relation": RELATION}

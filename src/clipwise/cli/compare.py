@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads, warn_of
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig, Training
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, written
-from clipwise.report.answer import ranking
+from clipwise.report.answer import Row, best, ranking
 from clipwise.report.answer import rows as numbers
 from clipwise.report.folder import refuse_used
-from clipwise.report.runs import short
+from clipwise.report.runs import Recorded, short
 from clipwise.types import InputError
 
 NOTE = (
@@ -45,6 +45,9 @@ class Compared:
     clipped: float | None  # share of samples that were shortened, at the final model
     seconds: float
     folder: str
+    baseline: float | None  # accuracy of always saying the most frequent class
+    diverged: int | None  # the step at which the run was first seen without finite numbers
+    best: bool  # the most accurate as it is printed, unless all are alike
 
 
 def run(config: CompareConfig) -> str:
@@ -64,7 +67,7 @@ def run(config: CompareConfig) -> str:
         raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
     folder = Path(config.folder or new_folder(f"compare-{short(config.data)}"))
     refuse_used(folder)
-    rows = []
+    times: dict[Path, float] = {}
     chosen = [methods.parse(plan.method) for _, plan in plans]
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         for number, (text, plan) in enumerate(plans, start=1):
@@ -72,29 +75,43 @@ def run(config: CompareConfig) -> str:
             bar.begin(f"{text:<{max(map(len, config.methods))}}")
             place = folder / f"{number}-{chosen[number - 1].name.strip('_')}"
             finished = run_one(plan, splits, place, bar, beside=chosen)
-            seen = [own(look) for look in finished.diagnostics]
-            rows.append(
-                Compared(
-                    method=text,
-                    accuracy=finished.metrics[-1]["accuracy"],
-                    epsilon=finished.epsilon,
-                    bias=seen[-1]["direction_error"] if seen else None,
-                    mean_bias=sum(bias["direction_error"] for bias in seen) / len(seen) if seen else None,
-                    clipped=seen[-1]["clipped"] if seen else None,
-                    seconds=round(time.monotonic() - start, 3),
-                    folder=str(place),
-                )
-            )
+            times[place] = time.monotonic() - start
             if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: accuracy {rows[-1].accuracy:.1%}, {rows[-1].seconds:.1f} s", file=sys.stderr)
-    runs = read([row.folder for row in rows])
+                right = finished.metrics[-1]["accuracy"]
+                print(f"{text}: accuracy {right:.1%}, {times[place]:.1f} s", file=sys.stderr)
+    runs = read(times)
+    found = numbers(runs)
+    most = best(found, lambda row: row.accuracy, max, "{:.1%}".format)
+    rows = [
+        _compared(text, run, row, times[run.path], row in most)
+        for (text, _), run, row in zip(plans, runs, found, strict=True)
+    ]
+    warn_of(found)
     page, together = written(runs, folder)[0], epsilon_together(runs)
     if config.json or config.json_lines:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
         return as_json(values, indent=None if config.json_lines else 2)
     samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
-    return "" if config.quiet else _table(rows, ranking(numbers(runs)), together, config.delta, samples, page)
+    return "" if config.quiet else _table(rows, ranking(found), together, config.delta, samples, page)
+
+
+def _compared(text: str, run: Recorded, row: Row, seconds: float, most: bool) -> Compared:
+    """One run as a row of the table; a model that diverged has no bias in the end."""
+    last = own(run.looks[-1]) if run.looks and run.diverged is None else {}
+    return Compared(
+        method=text,
+        accuracy=run.last["accuracy"],
+        epsilon=row.epsilon,
+        bias=last.get("direction_error"),
+        mean_bias=row.bias,
+        clipped=last.get("clipped"),
+        seconds=round(seconds, 3),
+        folder=str(run.path),
+        baseline=row.baseline,
+        diverged=row.diverged,
+        best=most,
+    )
 
 
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
@@ -116,18 +133,16 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, sam
     for name in ("accuracy", "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
         table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
     table.add_column("")
-    best = max(row.accuracy for row in rows)
     for row in rows:
-        first = row.accuracy == best
         table.add_row(
             Text(row.method),
             f"{row.accuracy:.1%}",
-            f"{row.epsilon:.3f}",
+            rounded_up(row.epsilon),
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
             f"{row.seconds:.1f} s",
-            "most accurate" if first else "",
-            style="bold" if first else "",
+            "most accurate" if row.best else "diverged" if row.diverged is not None else "",
+            style="bold" if row.best else "",
         )
     shown = rendered(
         table,
@@ -137,6 +152,6 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, sam
         "Each run had gradients of its own, so own bias does not rank the methods.",
         *([ranked] if ranked else []),
         f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
-        f"{NOTE} That is {together:.3f}.",
+        f"{NOTE} That is {rounded_up(together)}.",
     )
     return f"{shown}Runs written to {page.parent}\nOpen {page} in a browser: which method is less biased, and why.\n"

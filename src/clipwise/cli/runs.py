@@ -11,6 +11,7 @@ import inspect
 import shlex
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,13 +29,15 @@ from clipwise.accounting import Ledger
 from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
-from clipwise.diagnostics import Monitor, calibration, predicted, quality
+from clipwise.diagnostics import Monitor, calibration, predicted
+from clipwise.diagnostics.quality import baseline, scored
 from clipwise.losses import cross_entropy, squared_error
 from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss
 from clipwise.records.tape import tensors
+from clipwise.report.answer import Row, alarms
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
 from clipwise.report.runs import short
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
@@ -155,9 +158,15 @@ def _narrow(loss: Loss, model: nn.Module, batch: Batch) -> Tensor:
 
 
 def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
-    """What a run writes down about its test data: accuracy and mean loss, or the root of the mean squared error."""
-    found = quality(model, splits.test)
-    return found if splits.task == "classes" else {"error": splits.unit * found["loss"] ** 0.5, **found}
+    """What a run writes down about its test data: accuracy and mean loss, or the root of the mean squared error.
+
+    ``baseline`` is the accuracy or error of always saying the most frequent class, or the mean, of the test data.
+    """
+    found, wanted = predicted(model, splits.test)
+    seen, same = scored(found, wanted), baseline(wanted)
+    if splits.task == "classes":
+        return {**seen, "baseline": same}
+    return {"error": splits.unit * seen["loss"] ** 0.5, **seen, "baseline": splits.unit * same**0.5}
 
 
 def run_one(
@@ -235,6 +244,12 @@ def run_one(
     if splits.task == "classes":
         _calibrated(finished.model, splits, folder)
     return finished
+
+
+def warn_of(found: Sequence[Row]) -> None:
+    """Say which of the finished runs came to nothing."""
+    for text in alarms(found):
+        warnings.warn(text, stacklevel=2)
 
 
 def _again(config: TrainConfig, folder: Path) -> str:

@@ -6,9 +6,7 @@ Gives: the run's folder, and a summary as text or JSON.
 
 from __future__ import annotations
 
-import math
 import time
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,12 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.config import TrainConfig, flag
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
+from clipwise.report import read
+from clipwise.report.answer import rows
 from clipwise.report.folder import refuse_used
-from clipwise.report.runs import short
+from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
 from clipwise.training import Run
 from clipwise.types import InputError
@@ -41,10 +41,7 @@ def run(config: TrainConfig) -> str:
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
-    if not all(map(math.isfinite, finished.metrics[-1].values())):
-        warnings.warn(
-            "the evaluation's loss is not finite: the run diverged; write a smaller --learning-rate", stacklevel=2
-        )
+    warn_of(rows(read([folder])))
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return as_json(_values(config, finished, time.monotonic() - start), indent)
@@ -79,8 +76,11 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))
     name, value = quality(last)
-    table.add_row(name, f"[bold]{value}[/] {'of' if name == 'accuracy' else 'on'} {samples} evaluation samples")
-    table.add_row("privacy", f"[bold]ε = {stated.epsilon:.3f}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}")
+    over = "of" if name == "accuracy" else f"({ROOT_MEAN_SQUARE}) on"
+    table.add_row(name, f"[bold]{value}[/] {over} {samples} evaluation samples")
+    table.add_row(
+        "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
+    )
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")
     return f"{rendered(table)}written to  {finished.folder}\n"

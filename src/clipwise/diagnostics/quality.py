@@ -1,7 +1,7 @@
 """How well a model predicts: its outputs for all rows of a data set, and accuracy and loss.
 
 Receives: a model, on whatever device and in whatever mode, and data.
-Gives: outputs, predicted and quality, on the CPU; the model's mode is as it was, also where the model raises.
+Gives: outputs, predicted, quality and baseline, on the CPU; the model's mode is as it was, also where the model raises.
 """
 
 from __future__ import annotations
@@ -49,8 +49,19 @@ def predicted(model: nn.Module, data: Arrays) -> tuple[Tensor, Tensor]:
 
 def quality(model: nn.Module, data: Arrays) -> dict[str, float]:
     """Accuracy and mean loss of a classifier; the mean squared error of a regression."""
-    found, wanted = predicted(model, data)
+    return scored(*predicted(model, data))
+
+
+def scored(found: Tensor, wanted: Tensor) -> dict[str, float]:
+    """The same, of outputs that are there."""
     if wanted.is_floating_point():
         return {"loss": float((found.squeeze(1) - wanted).square().mean())}
     loss = nn.functional.cross_entropy(found, wanted)
     return {"accuracy": float((found.argmax(1) == wanted).double().mean()), "loss": float(loss)}
+
+
+def baseline(wanted: Tensor) -> float:
+    """What always saying the same reaches: the accuracy of the most frequent class, the squared error of the mean."""
+    if wanted.is_floating_point():
+        return float(wanted.double().var(correction=0))
+    return float(wanted.unique(return_counts=True)[1].max()) / len(wanted)

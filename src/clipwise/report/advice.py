@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from clipwise.advice import Comparison, Option, named
+from clipwise.plain import rounded_up
 from clipwise.report.figures import Axis, Bars, Figure, Line, Panel, Rule
 from clipwise.report.page import TOGGLE, document, figure_html
 
@@ -50,9 +51,10 @@ def cost(advice: Advice) -> str:
     """What was read of the private data, and what that cost."""
     if not advice.epsilon_spent:
         return "Nothing was read of the private data but its shape and size: no privacy was spent."
+    spent, together = rounded_up(advice.epsilon_spent), rounded_up(advice.epsilon_with_run or 0.0)
     return (
-        f"This advice cost ε = {advice.epsilon_spent:.3g} of the private data, as the ledger beside it records. With "
-        f"the run below it is {advice.epsilon_with_run:.3f} together: --spent makes that run count both."
+        f"This advice cost ε = {spent} of the private data, as the ledger beside it records. With "
+        f"the run below it is {together} together: --spent makes that run count both."
     )
 
 

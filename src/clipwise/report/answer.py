@@ -7,15 +7,17 @@ Gives: Row for each run, and answer: who is least biased and why, in sentences w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from clipwise.report.figures import fair
-from clipwise.report.runs import Recorded, comparable, own
+from clipwise.plain import rounded_up
+from clipwise.report.figures import fair, left_out
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
+DIVERGED = "Every run diverged, so there is nothing to rank."
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
@@ -30,7 +32,7 @@ class Row:
     delta: float
     releases: int
     accuracy: float | None
-    error: float | None  # of a regression, in the place of the accuracy
+    error: float | None  # of a regression, in the place of the accuracy: root mean squared, in the label's own unit
     bias: float | None  # direction error, mean over the run's own looks: 0 is unbiased
     same_bias: float | None  # the same, over the looks of all runs: the same gradients for every method
     noise: float | None  # length of the noise over that of the clipped mean, geometric mean over looks
@@ -41,6 +43,8 @@ class Row:
     unseen: str  # state of the method that no look at gradients shows, such as its feedback
     ece: float | None
     audit: bool | None  # whether every claim held
+    baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
+    diverged: int | None  # the step at which it was first seen without finite numbers
 
     @property
     def said(self) -> str:
@@ -71,6 +75,8 @@ def rows(runs: Sequence[Recorded]) -> list[Row]:
             unseen=next((own(look)["unseen"] for look in run.looks), ""),
             ece=None if run.calibration is None else run.calibration["ece"],
             audit=None if run.audit is None else bool(run.audit["passed"]),
+            baseline=run.last.get("baseline"),
+            diverged=run.diverged,
         )
         for run in runs
     ]
@@ -82,6 +88,9 @@ def answer(found: Sequence[Row]) -> list[str]:
         return _single(found[0])
     if not all(row.rival for row in found):
         return [APART, *(sentence for row in found for sentence in _single(row)[:1])]
+    found = [row for row in found if row.diverged is None]
+    if len(found) < 2:
+        return _single(found[0]) if found else [DIVERGED]
     shared = [row for row in found if row.same_bias is not None]
     measured = shared if len(shared) > 1 else [row for row in found if row.bias is not None]
 
@@ -89,28 +98,38 @@ def answer(found: Sequence[Row]) -> list[str]:
         return (row.same_bias if len(shared) > 1 else row.bias) or 0.0
 
     if len(measured) < 2:
-        return _quality(found, None)
-    least, *others = sorted(measured, key=bias)
-    most = others[-1]
-    near = [f"{row.said} ({bias(row):.0%})" for row in others[:-1] if bias(row) < bias(least) + NEAR]
-    close = f" Close behind: {', '.join(near)}." if near else ""
-    points = f"{bias(least):.0%} of its clipped mean gradient points away from the true one"
-    end = f"The most biased is {most.said} with {bias(most):.0%}."
-    if len(shared) > 1:
-        said = [f"{least.said} is the least biased: {points}.{close} {end}", _reason(least, most)]
-    else:
+        return _quality(found, [])
+    order = sorted(measured, key=bias)
+    least, most = order[0], order[-1]
+    first, last = ([row for row in order if _whole(bias(row)) == _whole(bias(end))] for end in (least, most))
+    if first == order:
         said = [
-            f"Over its own run {least.said} was the least biased: {points}.{close} {end}",
-            "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all "
-            "about the same gradients.",
+            f"There is no difference in bias between {_and(order)}: {_whole(bias(least))} of the clipped mean gradient "
+            "points away from the true one."
         ]
-    quiet = _best(found, lambda row: row.noise, min)
-    if quiet is not None and least.noise is not None and quiet is not least:
-        said.append(
-            f"Less bias can mean more noise: with {least.said} one step’s noise is {least.noise:.2g} times as long "
-            f"as the gradient it hides, with {quiet.said}, the least noisy, {quiet.noise:.2g} times."
+    else:
+        near = [row for row in order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
+        close = f" Close behind: {', '.join(f'{row.said} ({_whole(bias(row))})' for row in near)}." if near else ""
+        one, same = len(first) == 1, len(shared) > 1
+        where = "" if same else "Over its own run " if one else "Over their own runs "
+        points = (
+            f"{_whole(bias(least))} of {'its' if one else 'the'} clipped mean gradient points away from the true one"
         )
-    return [*said, *_quality(found, _best(found, lambda row: row.alignment, max))]
+        end = f"The most biased {'is' if len(last) == 1 else 'are'} {_and(last)} with {_whole(bias(most))}."
+        said = [f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"]
+        said += [_reason(least, most)] if same else []
+    if len(shared) < 2:
+        said.append(
+            "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all "
+            "about the same gradients."
+        )
+    quiet = best(found, lambda row: row.noise, min, _two)
+    if first != order and quiet and least.noise is not None and least not in quiet:
+        said.append(
+            f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long "
+            f"as the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
+        )
+    return [*said, *_quality(found, best(found, lambda row: row.alignment, max, "{:.3f}".format))]
 
 
 def ranking(found: Sequence[Row]) -> str:
@@ -118,16 +137,36 @@ def ranking(found: Sequence[Row]) -> str:
     known = sorted((row.same_bias, row.name) for row in found if row.same_bias is not None)
     if len(known) < 2:
         return ""
-    others = [row.name for row in found if row.same_bias is None]
-    alone = f" Not ranked: {', '.join(others)}, which only its own run can tell." if others else ""
-    return (
-        f"On the same gradients, least biased first: {', '.join(f'{name} {bias:.1%}' for bias, name in known)}.{alone}"
-    )
+    said = ", ".join(f"{name} {bias:.1%}" for bias, name in known)
+    alike = f"{known[0][0]:.1%}" == f"{known[-1][0]:.1%}"
+    others = left_out("Not ranked", {row.name: row.diverged for row in found if row.same_bias is None})
+    return f"On the same gradients, {'no difference in bias' if alike else 'least biased first'}: {said}.{others}"
+
+
+def best(
+    found: Sequence[Row],
+    value: Callable[[Row], float | None],
+    pick: Callable[[Iterable[float]], float],
+    shown: Callable[[float], str],
+) -> list[Row]:
+    """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
+    known = [(v, row) for row in found if row.diverged is None and (v := value(row)) is not None and math.isfinite(v)]
+    if not known:
+        return []
+    top = shown(pick(v for v, _ in known))
+    first = [row for v, row in known if shown(v) == top]
+    return first if len(first) < len(known) or len(known) == 1 else []
 
 
 def told(found: Sequence[Row]) -> list[str]:
-    """The answer as plain text, what an audit refuted first."""
-    return [text.replace("*", "") for text in (refuted(found), *answer(found)) if text]
+    """The answer as plain text, what is wrong with runs first."""
+    return [*alarms(found), *(text.replace("*", "") for text in answer(found))]
+
+
+def alarms(found: Sequence[Row]) -> list[str]:
+    """What to know before anything else, as plain text: claims that are false, and runs that came to nothing."""
+    said = [refuted(found), *map(_diverged, found), *_no_better(found)]
+    return [text.replace("*", "") for text in said if text]
 
 
 def refuted(found: Sequence[Row]) -> str:
@@ -136,13 +175,42 @@ def refuted(found: Sequence[Row]) -> str:
     return f"An audit shows that the ε claimed of {', '.join(false)} is FALSE: do not rely on it." if false else ""
 
 
+def _diverged(row: Row) -> str:
+    if row.diverged is None:
+        return ""
+    return (
+        f"{row.said} had diverged at step {row.diverged}: its loss or gradients were not finite; write a smaller "
+        "--learning-rate."
+    )
+
+
+def _no_better(found: Sequence[Row]) -> list[str]:
+    """Who learnt nothing: no better on the evaluation data than always saying the same; and what may help."""
+    lost: dict[str, list[Row]] = {}
+    for row in found:
+        same = ""
+        if row.baseline is None or row.diverged is not None:
+            continue
+        if row.accuracy is not None and row.accuracy <= row.baseline:
+            same = f"the most frequent class, which is right for {row.baseline:.1%} of the evaluation samples"
+        elif row.error is not None and row.error >= row.baseline:
+            same = f"the mean of the evaluation labels, whose error is {row.baseline:.4g}"
+        if same:
+            lost.setdefault(same, []).append(row)
+    return [
+        f"{_and(rows_)} {'is' if len(rows_) == 1 else 'are'} no better than always saying {same}: try more "
+        "epochs, a larger batch, another learning rate or a larger ε."
+        for same, rows_ in lost.items()
+    ]
+
+
 def _single(row: Row) -> list[str]:
     reached = ""
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
-        reached = f" ended with an error of {row.error:.4g}"
-    said = [f"{row.said}{reached or ' was trained'} at ε = {row.epsilon:.3g}, δ = {row.delta:g}."]
+        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {row.error:.4g}"
+    said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
     if row.bias is not None and row.clipped is not None:
         said.append(
             f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
@@ -167,24 +235,50 @@ def _reason(least: Row, most: Row) -> str:
     return "Why: “Where the bias comes from” shows how unequally each method treats samples."
 
 
-def _quality(found: Sequence[Row], truest: Row | None) -> list[str]:
+def _quality(found: Sequence[Row], truest: Sequence[Row]) -> list[str]:
     """Who is best where bias and noise meet, and who is most accurate."""
-    best, nearest = _best(found, lambda row: row.accuracy, max), _best(found, lambda row: row.error, min)
     said = []
-    if truest is not None:
-        said.append(f"With bias and noise together, what {truest.said} releases points best along the true gradient.")
-    if best is not None:
-        also = "also " if best is truest else ""
-        said.append(f"The most accurate model is {also}{best.said}’s: {best.accuracy:.1%} at ε = {best.epsilon:.3g}.")
-    elif nearest is not None:
-        also = "also " if nearest is truest else ""
-        said.append(f"The least error is {also}{nearest.said}’s: {nearest.error:.4g} at ε = {nearest.epsilon:.3g}.")
+    if truest:
+        what = f"what {_and(truest)} release{'s' if len(truest) == 1 else ''} points"
+        said.append(f"With bias and noise together, {what} best along the true gradient.")
+    said += _top(
+        found, truest, lambda row: row.accuracy, max, "{:.1%}".format, "most accurate model", "accuracy"
+    ) or _top(found, truest, lambda row: row.error, min, "{:.4g}".format, "least error", "error")
     return [" ".join([*said, "One run each: small differences are chance."])] if said else []
 
 
-def _best(found: Sequence[Row], value: Callable[[Row], float | None], pick: Callable[..., Row]) -> Row | None:
-    known = [row for row in found if value(row) is not None and math.isfinite(value(row) or 0.0)]
-    return pick(known, key=value) if known else None
+def _top(
+    found: Sequence[Row],
+    truest: Sequence[Row],
+    value: Callable[[Row], float | None],
+    pick: Callable[[Iterable[float]], float],
+    shown: Callable[[float], str],
+    what: str,
+    of: str,
+) -> list[str]:
+    """Whose the ``what`` is, and its value; what all share where there is no difference; nothing if nobody has one."""
+    first = best(found, value, pick, shown)
+    if len(first) == 1:
+        also = "also " if first == list(truest) else ""
+        at = f"{shown(value(first[0]) or 0.0)} at ε = {rounded_up(first[0].epsilon)}"
+        return [f"The {what} is {also}{first[0].said}’s: {at}."]
+    known = [v for row in found if (v := value(row)) is not None and math.isfinite(v)]
+    if first:
+        return [f"The {what} is that of {_and(first)}, with no difference between them: {shown(pick(known))}."]
+    return [f"There is no difference in {of}: {shown(pick(known))}."] if known else []
+
+
+def _and(found: Sequence[Row]) -> str:
+    *most, last = [row.said for row in found]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _whole(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _two(value: float) -> str:
+    return f"{value:.2g}"
 
 
 def _mean(run: Recorded, name: str) -> float | None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clipwise.report.runs import own
+from clipwise.report.runs import blind, own
 from clipwise.types import InputError
 
 TENSORBOARD = "tensorboard"  # the folder within the run's
@@ -39,7 +39,9 @@ class Board:
         self._scalars("measured", row, int(row["step"]))
 
     def looked(self, row: Mapping[str, Any]) -> None:
-        """One look at gradients: what the run's own method does, and how norms spread."""
+        """One look at gradients: what the run's own method does, and how norms spread; nothing if none is finite."""
+        if blind(row):
+            return
         found = own(row)
         known = {name: found[name] for name in WHOLE} | {"sampling_noise": row["spread"]["sampling_noise"]}
         known |= {f"norm_{level}": value for level, value in row["spread"]["quantiles"].items()}

@@ -7,14 +7,14 @@ Gives: Figure values; ``svg`` draws them for the page and ``plots`` for papers, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from clipwise import methods
-from clipwise.report.runs import Recorded, Values, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, Values, comparable, own
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def quality(runs: Sequence[Recorded]) -> Figure | None:
         "quality",
         f"{what.capitalize()} for the privacy spent",
         "Each dot is a measurement during training; further left is more private."
-        + (" Up is better." if what == "accuracy" else " Down is better."),
+        + (" Up is better." if what == "accuracy" else f" The error is {ROOT_MEAN_SQUARE}; down is better."),
         Axis("ε spent"),
         Axis(what, percent=what == "accuracy"),
         lines,
@@ -172,13 +172,12 @@ def same_gradients(runs: Sequence[Recorded]) -> Figure | None:
     if len(order) < 2:
         return None
     looks = sum(len(run.looks) for run in runs)
-    others = [run.name for run in runs if run.name not in found]
-    alone = f" Not here: {', '.join(others)}, which only its own run can tell." if others else ""
     rank = Rank(tuple(order), tuple(colours[name] for name in order), tuple(found[name] for name in order))
     return _one(
         "same-gradients",
         "Bias on the same gradients",
-        f"Every method was asked about the same {looks} looks, whoever was training. Shorter is better.{alone}",
+        f"Every method was asked about the same {looks} looks, whoever was training. Shorter is better."
+        + left_out("Not here", {run.name: run.diverged for run in runs if run.name not in found}),
         Axis("off the true direction", low=0.0, percent=True),
         Axis(""),
         [rank],
@@ -189,20 +188,30 @@ def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
     """A number of each run's method over the looks of all runs, its mean; None unless all looks have it.
 
     A method that changes as it trains has none: how it would have changed in another run, nobody knows. Neither has
-    one of several on different data: which of them would be asked about whose?
+    one of several on different data: which of them would be asked about whose? A run that diverged is not ranked.
     """
     looks = [look for run in runs for look in run.looks] if comparable(runs) else []
     found: dict[str, float | None] = {}
     for run in runs:
         seen = [look["methods"].get(run.statement["method"]) for look in looks]
-        told = bool(seen) and run.method.after is None and all(each is not None for each in seen)
+        fixed = run.method.after is None and run.diverged is None
+        told = bool(seen) and fixed and all(each is not None for each in seen)
         found[run.name] = sum(each[what] for each in seen) / len(seen) if told else None
     return found
 
 
+def left_out(where: str, others: Mapping[str, int | None]) -> str:
+    """Who is missing from a ranking, and why; ``others`` is each one's name with the step at which it diverged."""
+    gone, alone = ([name for name, at in others.items() if (at is not None) == lost] for lost in (True, False))
+    said = [f"{', '.join(gone)}, which diverged"] if gone else []
+    said += [f"{', '.join(alone)}, which only its own run can tell"] if alone else []
+    return f" {where}: {'; '.join(said)}." if said else ""
+
+
 def kept(runs: Sequence[Recorded]) -> Figure | None:
     """How much of a gradient each method keeps, by its norm, above how the norms are distributed."""
-    shown = next((run for run in runs if run.looks and run.looks[-1]["norm_edges"]), None)
+    ended = (run for run in runs if run.looks and run.diverged is None)
+    shown = next((run for run in ended if run.looks[-1]["norm_edges"]), None)
     if shown is None:
         return None
     edges, counts = shown.looks[-1]["norm_edges"], shown.looks[-1]["norm_counts"]
@@ -212,10 +221,12 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         return None
     middle = float(shown.looks[-1]["spread"]["quantiles"]["50%"])
     lines: list[Mark] = []
+    apart = []
     for number, run in enumerate(runs):
         method = methods.parse(next(iter(run.looks[-1]["methods"]))) if run.looks else run.method
         if method.split is not None:
-            continue  # layer by layer: there is no one norm
+            apart.append(run.name)  # there is no one norm
+            continue
         at = torch.tensor([middle], dtype=torch.float64)
         share = method.weigh(norms_) / (method.weigh(at) if float(method.weigh(at)) > 0 else 1.0)
         there = (share > 0) & share.isfinite()
@@ -240,7 +251,8 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         "kept",
         "Where the bias comes from",
         "Bias is unequal treatment: a level line would keep every sample’s say in the mean. Where a line falls, long "
-        "gradients are held down; where it ends, they are dropped. It matters where many samples are (below).",
+        "gradients are held down; where it ends, they are dropped. It matters where many samples are (below)."
+        + (f" Not here: {', '.join(apart)}, which clips layer by layer." if apart else ""),
         (upper, lower),
     )
 
@@ -249,7 +261,7 @@ def agreement(runs: Sequence[Recorded]) -> Figure | None:
     """Mean cosine of single gradients with the mean one, by norm, at the last look."""
     lines: list[Mark] = []
     for number, run in enumerate(runs):
-        buckets = run.looks[-1]["buckets"] if run.looks else []
+        buckets = run.looks[-1]["buckets"] if run.looks and run.diverged is None else []
         if buckets:
             fifths = tuple(float(place) for place in range(1, len(buckets) + 1))
             lines.append(Line(run.name, number, fifths, tuple(b["cosine"] for b in buckets)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from clipwise.accounting import Ledger
+from clipwise.plain import as_json
 from clipwise.types import InputError
 
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
@@ -81,7 +83,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every measurement so far."""
-        return self._rows(METRICS)
+        return measurements(self.path / METRICS)
 
     def measured(self, row: Mapping[str, Any]) -> None:
         """Add one measurement."""
@@ -89,7 +91,7 @@ class RunFolder:
 
     def diagnostics(self) -> list[dict[str, Any]]:
         """Every look at gradients so far."""
-        return self._rows(DIAGNOSTICS)
+        return lines(self.path / DIAGNOSTICS)
 
     def diagnosed(self, row: Mapping[str, Any]) -> None:
         """Add one look at gradients."""
@@ -99,21 +101,27 @@ class RunFolder:
         """Leave out what was seen after this step: the run goes on from there."""
         for name in (METRICS, DIAGNOSTICS):
             if (self.path / name).exists():
-                kept = [row for row in self._rows(name) if row["step"] <= step]
-                self.write(name, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        place = self.path / name
-        lines = place.read_text().splitlines(keepends=True) if place.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]  # a machine may stop within the last line
+                kept = [row for row in lines(self.path / name) if row["step"] <= step]
+                self.write(name, "".join(as_json(row, indent=None) for row in kept))
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         place = self.path / name
         try:
-            with place.open("a") as file:
-                file.write(json.dumps(dict(row)) + "\n")
+            with place.open("a", encoding="utf-8") as file:
+                file.write(as_json(row, indent=None))
         except OSError as error:
             raise _unwritten(place, error, AND_RESUME) from error
+
+
+def lines(place: Path) -> list[dict[str, Any]]:
+    """What a file of one JSON object per line holds; nothing where there is no such file."""
+    text = place.read_text(encoding="utf-8") if place.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # a machine may stop within the last line
+
+
+def measurements(place: Path) -> list[dict[str, float]]:
+    """The rows of a file of measurements: all numbers, and NaN where JSON, which has no word for it, has null."""
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in lines(place)]
 
 
 def write(place: Path, content: bytes | str, otherwise: str = FREE_SPACE) -> Path:

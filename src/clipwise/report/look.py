@@ -41,6 +41,7 @@ h1{font-size:30px;line-height:1.2;margin:0 130px 6px 0;text-wrap:balance}
 h2{font-size:21px;margin:0 0 12px}
 h3{font-size:16px;margin:0 0 2px}
 .sub{color:var(--soft);margin:0 0 14px;font-size:14.5px}
+h1,.sub{overflow-wrap:anywhere}
 #theme{position:absolute;right:20px;top:22px}
 button{font:inherit;font-size:14px;color:var(--ink);background:var(--card);border:1px solid var(--axis);
 border-radius:8px;padding:6px 12px;cursor:pointer}

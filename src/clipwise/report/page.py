@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.methods import papers
-from clipwise.plain import as_json
-from clipwise.report.answer import Row, answer, refuted, rows, told
+from clipwise.plain import as_json, rounded_up
+from clipwise.report.answer import Row, alarms, answer, best, rows, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import Recorded, comparable, epsilon_together, short
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, epsilon_together, short
 from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
@@ -104,9 +104,8 @@ def figure_html(figure: Figure) -> str:
 def _answer(found: Sequence[Row], bars: Figure | None) -> str:
     """Who is least biased and why, in words, beside a bar for each method."""
     first, *more = answer(found) or [NOTHING]
-    false = refuted(found)
     return (
-        (f"<p class=false><strong>{_marked(false)}</strong></p>" if false else "")
+        "".join(f"<p class=false><strong>{escape(text)}</strong></p>" for text in alarms(found))
         + "<section class=answer aria-label='The answer'>"
         f"<p class=lead-in>{_marked(first)}</p>"
         f"{figure_html(bars) if bars is not None else ''}"
@@ -149,8 +148,8 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
     several = len(found) > 1
     every = [
         _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
-        _Column("error", "of the final model", lambda row: row.error, "{:.4g}".format, min),
-        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, "{:.3f}".format),
+        _Column("error", ROOT_MEAN_SQUARE, lambda row: row.error, "{:.4g}".format, min),
+        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, rounded_up),
         _Column("bias", "on the same gradients", lambda row: row.same_bias if several else None, "{:.1%}".format, min),
         _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),
         _Column("noise", "over the gradient’s length", lambda row: row.noise, "{:.2f}".format, min),
@@ -163,10 +162,10 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
 
 def _table(found: Sequence[Row]) -> str:
     columns, ranked = _columns(found), len(found) > 1 and all(row.rival for row in found)
-    best = {
-        column.title: column.best(v for row in found if (v := column.value(row)) is not None and math.isfinite(v))
+    first = {
+        column.title: best(found, column.value, column.best, column.shown)
         for column in columns
-        if column.best is not None and ranked and any(_finite(column.value(row)) for row in found)
+        if column.best is not None and ranked
     }
     heads = "<th scope=col aria-sort=none><button type=button>method</button></th>" + "".join(
         f"<th scope=col aria-sort=none class=num><button type=button>{escape(c.title)}</button>"
@@ -178,12 +177,13 @@ def _table(found: Sequence[Row]) -> str:
         cells = []
         for column in columns:
             value = column.value(row)
-            if not _finite(value) or value is None:
+            if value is None or not math.isfinite(value):
                 cells.append("<td class=num data-v=''>–</td>")
                 continue
-            mark = " best" if best.get(column.title) == value else ""
+            mark = " best" if row in first.get(column.title, ()) else ""
             cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.shown(value)}</td>')
         verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
+        verdict += "" if row.diverged is None else f" · <strong>diverged at step {row.diverged}</strong>"
         lines.append(
             f'<tr data-run="{number}"><th scope=row data-v="{escape(row.name, quote=True)}">{_swatch(number)}'
             f'<a href="#run-{number}">{_breakable(row.name)}</a><small>{_breakable(row.method)}{verdict}</small></th>'
@@ -217,10 +217,6 @@ def _breakable(text: str) -> str:
     return re.sub(r"([(,])", r"\1<wbr>", escape(text))
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
 def _swatch(number: int) -> str:
     return f'<i class=swatch style="--c:var(--s{number % len(HUES)})"></i>'
 
@@ -235,13 +231,13 @@ def _privacy(runs: Sequence[Recorded]) -> str:
         said.append(
             "<p>Each ε covers its own run. Choosing among the runs by what this page shows of them is a choice that no "
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
-            f"<strong>{epsilon_together(runs):.3f}</strong> at δ = {delta:g}.</p>"
+            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}.</p>"
         )
     for number, run in enumerate(runs):
         stated = run.statement
         said.append(
             f'<details id="run-{number}"{" open" if len(runs) == 1 else ""}><summary>{_swatch(number)}'
-            f"{escape(run.name)}: ε = {stated['epsilon']:.3f}, δ = {stated['delta']:g}, "
+            f"{escape(run.name)}: ε = {rounded_up(stated['epsilon'])}, δ = {stated['delta']:g}, "
             f"{counted(stated)}</summary>"
             f"<pre tabindex=0>{escape(run.stated.strip() or json.dumps(dict(stated), indent=1))}</pre>"
             f"<p class=sub>From {escape(str(run.path))}</p>{_audit(run)}</details>"
@@ -293,7 +289,7 @@ def _title(runs: Sequence[Recorded]) -> str:
     where = f" on {short(places[0])}" if len(places) == 1 else ""
     if len(runs) == 1:
         return f"A private run with {runs[0].name}{where}"
-    if not all(run.looks for run in runs) or not comparable(runs):
+    if not all(run.looks for run in runs) or not comparable(runs) or any(run.diverged is not None for run in runs):
         return f"{len(runs)} private runs{where}"
     what = "clipping methods" if len({run.method.name for run in runs}) == len(runs) else "runs"
     return f"Which of {len(runs)} {what} bends the gradient least{where}?"

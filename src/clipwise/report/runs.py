@@ -7,6 +7,7 @@ Gives: Recorded for each run, under a short name of its own; what their own meth
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +17,22 @@ from typing import Any
 from clipwise import methods
 from clipwise.accounting import Ledger, spent
 from clipwise.methods import Method
-from clipwise.report.folder import AUDIT, CALIBRATION, DIAGNOSTICS, LEDGER, METRICS, SETTINGS, STATEMENT, STATEMENT_TEXT
+from clipwise.report.folder import (
+    AUDIT,
+    CALIBRATION,
+    DIAGNOSTICS,
+    LEDGER,
+    METRICS,
+    SETTINGS,
+    STATEMENT,
+    STATEMENT_TEXT,
+    lines,
+    measurements,
+)
 from clipwise.types import InputError
 
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
+ROOT_MEAN_SQUARE = "root mean squared, in the label’s own unit"  # what the error of a regression is
 Values = Mapping[str, Any]
 
 
@@ -31,7 +44,8 @@ class Recorded:
     name: str  # short, and no other run's
     statement: Values
     metrics: tuple[Values, ...]
-    looks: tuple[Values, ...] = ()  # diagnostics; not private
+    looks: tuple[Values, ...] = ()  # diagnostics, of those with a finite gradient; not private
+    diverged: int | None = None  # the step at which its numbers were first seen not to be finite
     calibration: Values | None = None
     audit: Values | None = None
     settings: Values | None = None
@@ -77,6 +91,11 @@ def own(look: Values) -> Values:
     return next(iter(look["methods"].values()))
 
 
+def blind(look: Values) -> bool:
+    """Whether no sample of a look had a finite gradient: its zeros are not measured, and belong in no mean."""
+    return bool(look["non_finite"] == look["samples"])
+
+
 def short(data: str) -> str:
     """The data's name without where it lies and which part is taken: for titles, and as a part of a file name."""
     head = data.partition("?")[0]
@@ -101,12 +120,14 @@ def _read(place: Path) -> Recorded:
         for name in NEEDED:
             statement[name]
         settings = place / SETTINGS
+        metrics, looks = measurements(place / METRICS), lines(place / DIAGNOSTICS)
         found = Recorded(
             path=place,
             name="",
             statement=statement,
-            metrics=_lines(place / METRICS),
-            looks=_lines(place / DIAGNOSTICS),
+            metrics=tuple(metrics),
+            looks=tuple(look for look in looks if not blind(look)),
+            diverged=_diverged(metrics, looks),
             calibration=_json(place / CALIBRATION),
             audit=_json(place / AUDIT),
             settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
@@ -124,12 +145,15 @@ def _read(place: Path) -> Recorded:
     return found
 
 
+def _diverged(metrics: Sequence[Values], looks: Sequence[Values]) -> int | None:
+    """The first step after which the loss, or every gradient, was not finite: what comes later is no better."""
+    lost = [row["step"] for row in metrics if not math.isfinite(row.get("loss", 0.0))]
+    lost += [look["step"] for look in looks if blind(look)]
+    return min(lost, default=None)
+
+
 def _json(place: Path) -> Any:
     return json.loads(place.read_text()) if place.is_file() else None
-
-
-def _lines(place: Path) -> tuple[Any, ...]:
-    return tuple(json.loads(line) for line in place.read_text().splitlines()) if place.is_file() else ()
 
 
 def _named(runs: list[Recorded]) -> list[Recorded]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from clipwise.accounting import Ledger
 from clipwise.accounting.ledger import listed, totals
+from clipwise.plain import rounded_up
 from clipwise.types import BlockGaussian, Event, MemoryGaussian
 
 
@@ -80,8 +81,9 @@ class Statement:
         plain = [each["event"] for each in self.entries] in ([], ["poisson_gaussian"])  # the lines above say it all
         steps = [] if plain else [f"  steps        {'; '.join(map(_said, self.entries))}"]
         before = "; ".join(map(_said, self.spent_before)) or "nothing: the steps are all that was released"
+        spent = rounded_up(self.epsilon)
         lines = [
-            f"({self.epsilon:.4g}, {self.delta:g})-differentially private: {self.relation} of the training data.",
+            f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",

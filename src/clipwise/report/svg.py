@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from html import escape
 
 from clipwise.report.figures import Axis, Band, Bars, Line, Mark, Panel, Rank, Rule
@@ -245,7 +246,7 @@ def ticks(axis: Axis, wanted: int) -> list[float]:
     fine = (1, 2, 5, 10) if axis.percent and unit < 0.1 else (1, 2, 2.5, 5, 10)  # no 2.5 %, which would read 2 %
     step = next(unit * k for k in fine if unit * k >= rough * 0.999)
     near = 0.02 * (high - low) / step  # so that ε = 2.9996, where a run ends, has its 3
-    return [i * step for i in range(math.ceil(low / step - near), math.floor(high / step + near) + 1)]
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + near) + 1)]
 
 
 def written(value: float, axis: Axis, digits: int | None = None) -> str:
@@ -254,4 +255,8 @@ def written(value: float, axis: Axis, digits: int | None = None) -> str:
         span = (axis.high or 0.0) - (axis.low or 0.0)
         decimals = max(0, -2 - math.floor(math.log10(span / 4.5))) if digits is None else 1
         return f"{value:.{decimals}%}"
-    return f"{value:.{digits or 4}g}"
+    text = f"{value:.{digits or 4}g}"
+    low, high = axis.low or 0.0, axis.high or 0.0
+    if max(abs(low), abs(high)) < 1e6 and (not axis.log or low >= 1e-4):  # one way for all numbers of an axis
+        return f"{Decimal(text):f}"
+    return f"{value:.0e}" if digits is None and axis.log else text
