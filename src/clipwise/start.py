@@ -79,16 +79,22 @@ def make_private(
 ) -> Private:
     """Private training for a loop of your own.
 
-    Say how private by ``epsilon`` and ``delta`` (the noise is calibrated) or by ``noise_multiplier``; how long by
-    ``epochs`` or ``steps``. ``batch`` is the expected batch, ``chunk`` how many rows go through the model at a time:
-    as many as fit the memory of a GPU, 256 on a processor, unless given. ``noise="secure"`` draws from the operating
-    system's entropy; a seed is for tests, and the statement names it.
-    ``compile`` makes graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
-    ``post`` filters what was released before the optimizer sees it, such as "heavy_ball(0.9)"; ``views`` and ``public``
-    are what self_augmentation(augment="own") and batch_clipping ask for. ``spent`` holds what was released from these
-    data before: it counts towards ``epsilon`` and stands in the statement. ``ledger`` is where this run is recorded,
-    behind what it holds already, which counts too.
-    ``views`` is called for one row at a time, with that row's own generator, so that it cannot mix samples.
+    loss: ``loss(model, batch)`` with one value per sample; ``clipwise.cross_entropy`` for (inputs, labels).
+    method: what is done with each gradient, such as ``clipwise.psac()`` or "psac(0.1)"; ``flat()`` unless given.
+    epsilon, delta: how private; the noise is calibrated to them. noise_multiplier: or the noise itself.
+    epochs or steps: how long.
+    batch: the expected batch; each sample joins a step with probability batch/samples.
+    chunk: rows that go through the model at a time, as many as fit the memory of a GPU, 256 on a processor.
+    noise: "secure" draws from the operating system's entropy; a seed is for tests, and the statement names it.
+    accountant: "pld", which is tight, or "rdp".
+    self_test: compare with the slow way before the first step; without it, the statement says so.
+    compile: graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
+    post: filters what was released before the optimizer sees it, such as "heavy_ball(0.9)".
+    views: for self_augmentation(augment="own"): called for one row at a time, with that row's own generator, so that it
+        cannot mix samples. public: the inputs that batch_clipping puts beside each sample.
+    collate: makes one batch of a list of samples, for data sets whose samples cannot be stacked.
+    spent: what was released from these data before; it counts towards ``epsilon`` and stands in the statement.
+    ledger: where this run is recorded, behind what it holds already, which counts too.
     """
     if not isinstance(model, nn.Module):
         raise InputError(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+# what DiceSGD's feedback remembers (docs/dicesgd.md)
+Memory = Literal["full", "none", "blocks", "bounded"]
 # parameter name → tensor of that parameter's shape
 Gradient: TypeAlias = "dict[str, Tensor]"
 # whatever a data set gives for several samples: a tensor, or tuples, lists and mappings of tensors, rows first

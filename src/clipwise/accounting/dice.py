@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.events import spent
@@ -16,6 +16,7 @@ from clipwise.types import (
     BlockGaussian,
     Event,
     InputError,
+    Memory,
     MemoryGaussian,
     PoissonGaussian,
     Refused,
@@ -27,8 +28,6 @@ from clipwise.types import (
 
 if TYPE_CHECKING:
     from clipwise.methods import Method
-
-MEMORIES = ("full", "none", "blocks", "bounded")
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Refuse what the proofs do not cover."""
-        one_of("memory", self.memory, MEMORIES)
+        one_of("memory", self.memory, get_args(Memory))
         positive("clip_norm", self.clip_norm)
         positive("feedback_norm", self.feedback_norm)
         fraction("sampling_rate", self.sampling_rate)

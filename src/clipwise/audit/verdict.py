@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import get_args
 
 from clipwise.accounting import epsilon
 from clipwise.audit.bounds import Bound
@@ -17,7 +18,7 @@ from clipwise.audit.mechanics import mechanics
 from clipwise.audit.one_run import one_run
 from clipwise.audit.white_box import being_there, composed, observe, private_for, taking_part, trajectories
 from clipwise.methods import METHODS, Method, parse
-from clipwise.types import fraction, positive, whole
+from clipwise.types import Memory, fraction, positive, whole
 
 COPIES = 64  # canaries that are looked at in one step, where they do not meet
 LONE = 4  # times as many steps for a canary that must be alone: fewer looks, at a bearable cost
@@ -25,10 +26,7 @@ WHOLE_RUNS = "whole runs"
 # In the place of defaults that are tame: one phase only, hardly any feedback, one of four proofs.
 HARSHER = {
     "schedule": ("schedule([(0, global_(2.0)), (10, flat(1.0))])",),
-    "dice": tuple(
-        f"dice(flat(1.0), feedback_norm=1.0, memory='{memory}', blocks=4)"
-        for memory in ("full", "none", "blocks", "bounded")
-    ),
+    "dice": tuple(f"dice(flat(1.0), feedback_norm=1.0, memory='{memory}', blocks=4)" for memory in get_args(Memory)),
 }
 
 

@@ -11,8 +11,8 @@ from typing import get_args
 
 from clipwise.methods.citations import ZHANG_2024_DICE
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Feedback, Memory, Method, base_of, length, wrapped
-from clipwise.types import InputError, Refused, one_of, whole
+from clipwise.methods.method import Feedback, Method, base_of, length, wrapped
+from clipwise.types import InputError, Memory, Refused, one_of, whole
 
 
 def dice(

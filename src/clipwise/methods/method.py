@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
-from clipwise.types import Batch, Citation, Gradient, InputError, Released, at_least_zero, positive
+from clipwise.types import Batch, Citation, Gradient, InputError, Memory, Released, at_least_zero, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,9 +86,6 @@ class Engine(Protocol):
     def companions(self, rows: Batch, count: int) -> Batch:
         """Inputs [row, 1 + count, …]: each row followed by public ones; the same ones whenever it is asked."""
         ...
-
-
-Memory = Literal["full", "none", "blocks", "bounded"]
 
 
 @dataclass(frozen=True)
