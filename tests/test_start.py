@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import warnings
@@ -160,3 +161,9 @@ def test_parameters_that_are_not_the_models_are_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begun(frozen)  # a frozen parameter is still the model's
+
+
+def test_train_hands_on_every_option_of_make_private_by_the_same_type() -> None:
+    own = {"model", "optimizer", "data", "loss", "ledger"}
+    taken = {n: p.annotation for n, p in inspect.signature(cw.make_private).parameters.items() if n not in own}
+    assert {name: kind.__forward_arg__ for name, kind in start.Privacy.__annotations__.items()} == taken

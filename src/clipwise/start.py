@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -197,8 +197,26 @@ def make_private(
     return private
 
 
-# what ``train`` hands on: it has the first four itself, and a ledger in its folder
-PRIVACY = frozenset(inspect.signature(make_private).parameters) - {"model", "optimizer", "data", "loss", "ledger"}
+class Privacy(TypedDict, total=False):
+    """What ``train`` hands on to ``make_private``: it has the other arguments itself, and a ledger in its folder."""
+
+    method: Method | str | None
+    epsilon: float | None
+    delta: float
+    noise_multiplier: float | None
+    epochs: float | None
+    steps: int | None
+    batch: int
+    chunk: int | Literal["auto"] | None
+    noise: str | int
+    accountant: str
+    self_test: bool
+    compile: bool
+    post: Post | str | None
+    views: Views | None
+    public: Tensor | None
+    collate: Callable[[list[Any]], Batch] | None
+    spent: Ledger | None
 
 
 def _calibrated(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
-from clipwise.start import PRIVACY, make_private
+from clipwise.start import Privacy, make_private
 from clipwise.types import InputError, Refused, fraction, nearest, whole
 
 
@@ -78,7 +78,7 @@ def train(
     settings: str | None = None,
     monitor: Monitor | None = None,
     tensorboard: bool = False,
-    **privacy: Any,
+    **privacy: Unpack[Privacy],
 ) -> Run:
     """A whole private run; ``privacy`` is what ``make_private`` takes (method, epsilon, delta, epochs, batch, …).
 
@@ -93,8 +93,8 @@ def train(
     if average is not None:
         fraction("average", average, open_end=True)
     for name in privacy:
-        if name not in PRIVACY:
-            raise TypeError(f"train has no option {name!r}: {nearest(name, PRIVACY)}")
+        if name not in Privacy.__annotations__:
+            raise TypeError(f"train has no option {name!r}: {nearest(name, Privacy.__annotations__)}")
     chosen = _optimizer(model, optimizer)
     plan = _scheduler(chosen, scheduler)
     place = None
