@@ -328,6 +328,11 @@ def test_a_diagnosis_says_that_it_is_not_private_and_whose_data_it_read(data: st
     )
 
 
+def test_a_batch_without_a_finite_gradient_is_not_called_unbiased() -> None:
+    said = measure(gradients(rows() * math.nan), cw.flat()).text()
+    assert f"{len(rows())} without a finite gradient: there is nothing to say of them" in said and "%" not in said
+
+
 def test_one_method_and_expressions_are_as_good_as_a_list_of_methods() -> None:
     found = measure(gradients(rows()), [cw.flat(0.5)])
     assert measure(gradients(rows()), cw.flat(0.5)) == found

@@ -83,6 +83,8 @@ class Diagnosis:
         """A few lines for people."""
         when = "" if self.step is None else f"after step {self.step}: "
         lost = f", {self.non_finite} without a finite gradient" if self.non_finite else ""
+        if self.non_finite == self.samples:
+            return f"{when}{self.samples} {self.data} samples{lost}: there is nothing to say of them; {self.note}\n"
         quantiles = ", ".join(f"{level} {value:.3g}" for level, value in self.spread.quantiles.items())
         cosines = ", ".join(f"{b.low:.3g}–{b.high:.3g}: {b.cosine:+.2f}" for b in self.buckets)
         lines = [
