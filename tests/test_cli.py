@@ -214,7 +214,10 @@ def test_calibrate_says_that_other_methods_take_the_same_multiplier_over_their_s
         ([*MNIST], "expected either --epochs or --steps, got neither"),
         ([*MNIST, "--epochs", "1", "--steps", "5"], "expected either --epochs or --steps, got both"),
         ([*MNIST, "--epochs", "0"], "epochs must be a number above 0, got 0.0"),
-        (["--samples", "5", "--batch", "6", "--steps", "5"], "batch must be at most the 5 samples, got 6"),
+        (
+            ["--samples", "5", "--batch", "6", "--steps", "5"],
+            "batch must be at most the 5 samples, got 6: write --batch 2",
+        ),
         (["--samples", "0", "--batch", "0", "--steps", "5"], "samples must be a whole number of at least 1, got 0"),
         (["--sampling-rate", "0.1", "--steps", "5", "--method", "dice"], "expected --samples and --batch, got --samp"),
         ([*MNIST, "--steps", "5", "--method", "momentum_per_sample"], "is for full batches"),
@@ -335,6 +338,12 @@ def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.C
     assert "takes whole numbers (tokens)" in one_line(capsys, other)
 
 
+def test_a_number_may_be_written_as_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["calibrate", "--noise-multiplier", "1", "--steps", "5", "--accountant", "rdp", "--json"]
+    assert main([*words, "--sampling-rate", "256/2400"]) == 0
+    assert json.loads(capsys.readouterr().out)["sampling_rate"] == 256 / 2400
+
+
 def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     draw = np.random.RandomState(0)
     x, y = draw.randn(100, 4), np.arange(100) % 4 == 0
@@ -438,7 +447,10 @@ def test_compare_refuses_what_it_cannot_train(
         ([], "expected either --epsilon or --noise-multiplier, got neither: write for instance --epsilon 3"),
         (["--epsilon", "1", "--noise-multiplier", "1"], "got both"),
         (["--epsilon", "1", "--delta", "1"], "delta must be above 0 and below 1, got 1.0"),
-        (["--epsilon", "1", "--batch", "81"], "batch must be at most the 80 samples of the data, got 81"),
+        (
+            ["--epsilon", "1", "--batch", "81"],
+            "at most the 80 samples of the data, got 81: write for instance --batch 40",
+        ),
         (["--epsilon", "1", "--batch", "0"], "batch must be a whole number of at least 1, got 0"),
         (["--epsilon", "1", "--steps", "0"], "steps must be a whole number of at least 1, got 0"),
         (["--epsilon", "1", "--epochs", "-1"], "epochs must be a number above 0, got -1.0"),
@@ -461,6 +473,9 @@ def test_compare_refuses_what_it_cannot_train(
         (["--epsilon", "1", "--accountant", "pdl"], "unknown accountant 'pdl': did you mean 'pld'?"),
         (["--epsilon", "1", "--threads", "0"], "threads must be a whole number of at least 1, got 0"),
         (["--epsilo", "1"], "unknown option '--epsilo': did you mean '--epsilon'?"),
+        (["--eps", "1"], "unknown option '--eps': did you mean '--epsilon'?"),
+        (["--epsilon", "1/0"], "--epsilon must be a number, got '1/0': write --epsilon 0.5"),
+        (["--epsilon", "1/2/3"], "--epsilon must be a number, got '1/2/3': write --epsilon 0.5"),
         (["--lr", "1"], "unknown option '--lr': did you mean '--learning-rate'?"),
         (["--batch_size=1"], "unknown option '--batch_size': did you mean '--batch'?"),
         (["--bs", "1"], "unknown option '--bs': did you mean '--batch'?"),
@@ -514,7 +529,7 @@ def test_a_large_delta_is_a_one_line_warning(capsys: pytest.CaptureFixture[str])
         (["--epsilon", "1", "--epochs", "0"], "epochs must be a number above 0"),
         (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
         (["--epsilon", "1", "--folder", "."], "the folder . is not empty"),
-        (["--epsilon", "1", "--folder", "data.npz"], "the folder data.npz is not empty"),
+        (["--epsilon", "1", "--folder", "data.npz"], "data.npz is a file, expected a folder that is new"),
         (["--epsilon", "1"], "no file 'none.npz'"),
     ],
 )

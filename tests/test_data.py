@@ -6,6 +6,7 @@ import collections
 import itertools
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -410,6 +411,11 @@ NAN = toy()["x"] * np.where(np.arange(50) < 30, 1, np.nan)[:, None]
         (changed(**{**TEST, "y_test": np.array(["cat"] * 4)}), "write np.searchsorted(np.unique(y), y_test)"),
         (changed(y=np.zeros(50)), "y must hold one integer label per row, got dtype float64"),
         (changed(y=np.zeros((50, 1), int)), "y must hold one integer label per row, got dtype int64 of shape [50, 1]"),
+        (changed(y=np.zeros((50, 1), int)), "write y.reshape(-1).astype('int64')"),
+        (changed(y=np.zeros(50)), "write y.astype('int64'), or"),
+        (changed(y=np.eye(2)[np.arange(50) % 2]), "got dtype float64 of shape [50, 2]: write y.argmax(1)"),
+        (changed(y=np.eye(2, dtype=bool)[np.arange(50) % 2]), "write y.argmax(1)"),
+        (changed(y=np.ones((50, 2), int)), "write y.reshape(len(y), -1)[:, 0].astype('int64')"),
         (changed(y=np.arange(50) - 1), "y must hold labels of at least 0, got -1 in row 0"),
         (changed(y=np.arange(50) * 10**6), "y must hold the labels 0 to classes − 1, got 49000000 in 50 rows"),
         (changed(y=toy(49)["y"]), "x and y must have equally many rows, got 50 and 49"),
@@ -500,3 +506,13 @@ def test_a_missing_file_names_the_folder_and_the_nearest_file(tmp_path: Path) ->
 def test_an_unknown_name_is_an_error_that_says_what_to_write(text: Any, message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         load(text)
+
+
+def test_labels_that_do_not_begin_at_zero_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no label below 1, .* 1 class too many; write y - 1"):
+        assert load(saved(tmp_path, **{**toy(), "y": toy()["y"] + 1})).classes == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = {**toy(), "y": toy()["y"] + 1}
+        load(saved(tmp_path, **whole, x_test=whole["x"][:3], y_test=np.array([0, 1, 2])))
+        load(saved(tmp_path, **toy()))

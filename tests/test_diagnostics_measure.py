@@ -328,6 +328,23 @@ def test_a_diagnosis_says_that_it_is_not_private_and_whose_data_it_read(data: st
     )
 
 
+def test_a_batch_without_a_finite_gradient_is_not_called_unbiased() -> None:
+    said = measure(gradients(rows() * math.nan), cw.flat()).text()
+    assert f"{len(rows())} without a finite gradient: there is nothing to say of them" in said and "%" not in said
+
+
+def test_one_method_and_expressions_are_as_good_as_a_list_of_methods() -> None:
+    found = measure(gradients(rows()), [cw.flat(0.5)])
+    assert measure(gradients(rows()), cw.flat(0.5)) == found
+    assert measure(gradients(rows()), ["flat(0.5)"]) == measure(gradients(rows()), "flat(clip_norm=0.5)") == found
+    bias = found.methods["flat(clip_norm=0.5)"].whole
+    assert cw.clipping_bias(gradients(rows()), "flat(0.5)").cosine == pytest.approx(bias.cosine)
+    with pytest.raises(InputError, match=r"unknown method 'flatt': did you mean 'flat'"):
+        measure(gradients(rows()), "flatt")
+    with pytest.raises(InputError, match=r"expected a method or its expression, got 0\.5: write clipwise\.flat\(\)"):
+        measure(gradients(rows()), [0.5])  # type: ignore[list-item]
+
+
 def test_data_that_are_neither_private_nor_public_are_an_error() -> None:
     with pytest.raises(InputError, match="unknown data 'publik': did you mean 'public'"):
         measure(gradients(rows()), [], data="publik")  # type: ignore[arg-type]

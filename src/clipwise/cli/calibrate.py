@@ -69,7 +69,9 @@ def _rate(config: CalibrateConfig) -> float:
         )
     samples, batch = whole("samples", config.samples or 0), whole("batch", config.batch or 0)
     if batch > samples:
-        raise InputError(f"batch must be at most the {samples} samples, got {batch}: the rate is batch/samples")
+        raise InputError(
+            f"batch must be at most the {samples} samples, got {batch}: write --batch {max(1, samples // 2)}"
+        )
     return batch / samples
 
 

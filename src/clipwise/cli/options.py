@@ -63,10 +63,11 @@ def _no(name: str) -> str:
 
 
 def _guess(word: str, parser: argparse.ArgumentParser) -> str:
-    """The option that was meant, by its letters alone: all have the same dashes."""
+    """The option that was meant, by its letters alone: all have the same dashes. One that begins so comes first."""
     known = {option.lstrip("-"): option for option in parser._option_string_actions}
     said = word.lstrip("-").replace("_", "-")
-    close = difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
+    begun = [name for name in known if len(said) > 1 and name.startswith(said)]
+    close = begun or difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
     return f"did you mean {known[close[0]]!r}?" if close else f"see {parser.prog} --help"
 
 
@@ -126,8 +127,9 @@ def _value(name: str, kind: type, given: Any) -> Any:
         return tuple(piece.strip() for word in given for piece in word.split(";") if piece.strip())
     if kind in (str, bool):
         return given
+    over, fraction, under = given.partition("/") if kind is float else (given, "", "")
     try:
-        return kind(given)
-    except ValueError:
+        return float(over) / float(under) if fraction else kind(given)
+    except (ValueError, ZeroDivisionError):
         expected, example = WORDS[kind]
         raise InputError(f"{flag(name)} must be {expected}, got {given!r}: write {flag(name)} {example}") from None

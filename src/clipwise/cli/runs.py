@@ -182,6 +182,11 @@ def run_one(
     *Guarantees*: Ctrl-C waits for the end of the step, so that the checkpoint holds every release that the ledger has;
     a second one does not wait.
     """
+    if whole("batch", config.batch) > (samples := len(splits.train)):
+        raise InputError(
+            f"batch must be at most the {samples} samples of the data, got {config.batch}: write for instance "
+            f"--batch {max(1, samples // 2)}"
+        )
     model, public, splits = network(config, splits)
     device = next(model.parameters()).device
     splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))

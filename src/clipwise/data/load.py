@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import shlex
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -137,6 +138,12 @@ def _npz(source: Source) -> Splits:
         if not regression and y_test.max() > y.max():
             raise InputError(f"y_test must hold labels that y has, 0 to {int(y.max())}, got {int(y_test.max())}")
         train, test = Arrays((x, y), prepare), Arrays((x_test, y_test), prepare)
+    if not regression and (first := int(min(y.min(), test.data[1].min()))) > 0:
+        warnings.warn(
+            f"y holds no label below {first}, and labels are counted from 0: the model gets {first} "
+            f"class{'es' if first > 1 else ''} too many; write y - {first}",
+            stacklevel=2,
+        )
     if regression:
         return Splits(source.text, train, test, 1, tuple(x.shape[1:]), task="regression")
     return Splits(source.text, train, test, int(y.max()) + 1, tuple(x.shape[1:]))
@@ -183,7 +190,9 @@ def _inputs(name: str, array: NDArray[np.generic]) -> Tensor:
 
 def _labels(name: str, array: NDArray[np.generic]) -> Tensor:
     if array.ndim != 1 or not array.size or not (np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_):
-        write = f"{name}.astype('int64').reshape(-1), or 'npz:PATH?task=regression' for numbers"
+        write = f"{_one_column(name, array)}.astype('int64'), or 'npz:PATH?task=regression' for numbers"
+        if array.ndim == 2 and array.shape[1] > 1 and _one_hot(array):
+            write = f"{name}.argmax(1)"
         if array.dtype.kind == "U":
             write = "np.unique(y, return_inverse=True)[1]" if name == "y" else f"np.searchsorted(np.unique(y), {name})"
         raise InputError(
@@ -197,11 +206,23 @@ def _labels(name: str, array: NDArray[np.generic]) -> Tensor:
     return y
 
 
+def _one_column(name: str, array: NDArray[np.generic]) -> str:
+    """What to write for one value per row; of several columns somebody must choose."""
+    if array.ndim == 1:
+        return name
+    several = array.ndim > 1 and array.size > len(array)
+    return f"{name}.reshape(len({name}), -1)[:, 0]" if several else f"{name}.reshape(-1)"
+
+
+def _one_hot(array: NDArray[np.generic]) -> bool:
+    return array.dtype.kind in "biuf" and bool(((array == 0) | (array == 1)).all() and (array.sum(1) == 1).all())
+
+
 def _targets(name: str, array: NDArray[np.generic]) -> Tensor:
     if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.number) or np.iscomplexobj(array):
         raise InputError(
             f"{name} must hold one number per row, got dtype {array.dtype} of shape {list(array.shape)}: "
-            f"write {name}.astype('float32').reshape(-1)"
+            f"write {_one_column(name, array)}.astype('float32')"
         )
     y = torch.from_numpy(array.astype(np.float32))
     check_finite(name, y)

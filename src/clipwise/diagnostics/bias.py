@@ -17,7 +17,7 @@ from torch import Tensor
 from clipwise.accounting.dice import sensitivity
 from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen, within
 from clipwise.diagnostics.together import products
-from clipwise.methods import Block, Method
+from clipwise.methods import Block, Method, parse
 from clipwise.records import SampleGradients
 from clipwise.step import weigh
 from clipwise.types import InputError, positive
@@ -87,10 +87,17 @@ class Effect:
         return {**self.whole.as_dict(), "unseen": self.unseen, "layers": layers}
 
 
-def clipping_bias(gradients: SampleGradients, method: Method) -> ClippingBias:
+def method_of(given: Method | str) -> Method:
+    """The method, or the one that an expression names."""
+    if not isinstance(given, Method | str):
+        raise InputError(f"expected a method or its expression, got {given!r}: write clipwise.flat() or 'flat'")
+    return parse(given) if isinstance(given, str) else given
+
+
+def clipping_bias(gradients: SampleGradients, method: Method | str) -> ClippingBias:
     """The bias that ``method`` would have on these samples; several methods may look at the same gradients."""
-    looked = seen(gradients)
-    (found,), _ = effects(looked, [method], looked.mean())
+    chosen, looked = method_of(method), seen(gradients)
+    (found,), _ = effects(looked, [chosen], looked.mean())
     return found.whole
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects
+from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects, method_of
 from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen
 from clipwise.methods import Engine, Method
 from clipwise.records import SampleGradients, batch_size
@@ -83,6 +83,8 @@ class Diagnosis:
         """A few lines for people."""
         when = "" if self.step is None else f"after step {self.step}: "
         lost = f", {self.non_finite} without a finite gradient" if self.non_finite else ""
+        if self.non_finite == self.samples:
+            return f"{when}{self.samples} {self.data} samples{lost}: there is nothing to say of them; {self.note}\n"
         quantiles = ", ".join(f"{level} {value:.3g}" for level, value in self.spread.quantiles.items())
         cosines = ", ".join(f"{b.low:.3g}–{b.high:.3g}: {b.cosine:+.2f}" for b in self.buckets)
         lines = [
@@ -111,7 +113,7 @@ class Diagnosis:
 
 def measure(
     gradients: SampleGradients,
-    methods: Sequence[Method],
+    methods: Method | str | Sequence[Method | str],
     *,
     data: Data = "private",
     taken: Mapping[str, SampleGradients] | None = None,
@@ -121,6 +123,7 @@ def measure(
 ) -> Diagnosis:
     """Everything about one batch's gradients at θ, and what each method would do with them.
 
+    ``methods`` is one or several: methods, or expressions such as "psac(clip_norm=0.5)".
     A method whose probe takes gradients elsewhere (BAM, inner momentum, views) needs them in ``taken``, by its
     expression; its bias is still that of an estimate of the mean at θ. Methods that average p samples get p consecutive
     ones. ``noise_multiplier`` and ``expected_batch`` add the noise of a release.
@@ -130,13 +133,14 @@ def measure(
     Edge cases: an empty batch is an error; samples without a finite gradient are counted and left out.
     """
     one_of("data", data, NOTES)
+    chosen = [method_of(each) for each in ([methods] if isinstance(methods, Method | str) else methods)]
     looked = seen(gradients)
     true = looked.mean()
     release = {"noise_multiplier": noise_multiplier, "expected_batch": expected_batch}
-    here = {str(method): method for method in methods if method.probe is None and method.unit == 1}
+    here = {str(method): method for method in chosen if method.probe is None and method.unit == 1}
     together, inner = effects(looked, list(here.values()), true, **release)
     found = dict(zip(here, together, strict=True))
-    for method in methods:
+    for method in chosen:
         if str(method) not in here:
             own = _weighed(looked, method, (taken or {}).get(str(method)))
             (found[str(method)],), _ = effects(own, [method], true, **release)
@@ -152,7 +156,7 @@ def measure(
         buckets=_buckets(looked, true, inner),
         norm_edges=edges,
         norm_counts=counts,
-        methods={str(method): found[str(method)] for method in methods},
+        methods={str(method): found[str(method)] for method in chosen},
         step=step,
     )
 
@@ -167,7 +171,7 @@ class Monitor:
 
     rows: Batch
     data: Data
-    methods: tuple[Method, ...] = ()  # beside the run's own
+    methods: tuple[Method | str, ...] = ()  # beside the run's own
     every: int = 50
 
     def __post_init__(self) -> None:
@@ -196,7 +200,7 @@ class Monitor:
         The engine must give gradients that stay: not those of a compiled graph, which its next call overwrites.
         """
         began = time.perf_counter()
-        chosen = list({str(each): each for each in (method, *self.methods)}.values())
+        chosen = list({str(each): each for each in (method, *map(method_of, self.methods))}.values())
         with torch.random.fork_rng(devices={t.device for t in tensors(self.rows) if t.is_cuda}):
             gradients = engine.gradients(self.rows)
             taken = {str(m): m.gradients(engine, self.rows) for m in chosen if m.probe is not None}

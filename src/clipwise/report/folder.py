@@ -33,7 +33,9 @@ AND_RESUME = f"{FREE_SPACE}, and resume"
 
 def refuse_used(folder: Path) -> None:
     """Refuse a place where something is: no run is written over another."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file, expected a folder that is new or empty: choose another")
+    if folder.exists() and any(folder.iterdir()):
         raise InputError(f"the folder {folder} is not empty: choose another, or resume a run that is in it")
 
 
