@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import clipwise as cw
+from clipwise.plain import rounded_up
 from clipwise.report import RunFolder
 from clipwise.types import InputError, PoissonGaussian, Refused
 
@@ -557,7 +558,7 @@ def test_a_killed_run_is_told_the_epsilon_that_it_will_end_at(tmp_path: Path) ->
     shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")
     with pytest.warns(UserWarning, match="3 steps since the last checkpoint") as said:
         run = trained(evaluate_every=1, folder=folder, resume=True)
-    assert f"ε = {run.epsilon:.4g};" in str(said[0].message)
+    assert f"ε = {rounded_up(run.epsilon)};" in str(said[0].message)
 
 
 def test_the_papers_of_a_filter_are_cited_too() -> None:

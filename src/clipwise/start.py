@@ -29,6 +29,7 @@ from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
 from clipwise.passes import stacked
+from clipwise.plain import rounded_up
 from clipwise.postprocess import Post, identity
 from clipwise.private import Private, trained_elsewhere
 from clipwise.randomness import SecureStream, SeededStream, Stream
@@ -236,8 +237,8 @@ def _calibrated(
 
     if earlier and spent_on(earlier, delta, accountant) >= epsilon:
         raise InputError(
-            f"epsilon={epsilon:g} is spent: what was released before costs {spent_on(earlier, delta, accountant):.3g}; "
-            "write a larger epsilon"
+            f"epsilon={epsilon:g} is spent: what was released before costs "
+            f"{rounded_up(spent_on(earlier, delta, accountant))}; write a larger epsilon"
         )
     return least_noise(entries, epsilon, delta, accountant)
 

@@ -25,6 +25,7 @@ from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
+from clipwise.plain import rounded_up
 from clipwise.private import TRAINED, Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
@@ -294,10 +295,10 @@ class _Loop:
     def _warn_of_repeated(self, repeated: int) -> None:
         private = self.private
         entries = [*private.ledger.entries, *private.planned(private.steps - private.steps_taken)]
+        ends = rounded_up(spent(entries, private.delta, private.accountant))
         warnings.warn(
             f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
-            f"ε = {spent(entries, private.delta, private.accountant):.4g}; checkpoints are made at every measurement, "
-            "so evaluate more often",
+            f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often",
             stacklevel=4,
         )
 
