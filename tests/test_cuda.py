@@ -240,8 +240,8 @@ def test_chunks_fit_the_gpu_unless_the_user_says_otherwise() -> None:
     model, data = nn.Linear(64, 10).cuda(), (torch.randn(3000, 64), torch.randint(0, 10, (3000,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 2, "batch": 2000, "noise": 0}
-    assert clipwise.make_private(model, optimizer, data, **plan)._chunk > 2000
-    assert clipwise.make_private(model, optimizer, data, chunk=100, **plan)._chunk == 100
+    assert clipwise.make_private(model, optimizer, data, **plan)._passes.chunk > 2000
+    assert clipwise.make_private(model, optimizer, data, chunk=100, **plan)._passes.chunk == 100
 
 
 @pytest.mark.parametrize("name", ["resnet20_gn", "resnet20_enhanced", "wrn_16_4"])
