@@ -176,7 +176,7 @@ class Private:
 
     @property
     def hidden(self) -> Gradient | None:
-        """What clipping cut off, or one momentum per sample. Private: never released, not part of the checkpoint."""
+        """What clipping cut off, or one momentum per sample. Private: never released, kept in a file of its own."""
         return self._hidden
 
     def record_in(self, ledger: Ledger) -> None:
@@ -219,28 +219,10 @@ class Private:
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode()
         self._warn_of_others()
-        method, feedback = self.method, self.method.feedback
-        residual: Gradient | None = {} if feedback is not None else None
-        remembered: list[Remembered] = []
-        most = self._passes.at_once(method)
-        alone = method.unit == 1 and len(self._indices) <= most
-        with self._secretly(batch.stream):
-            private, self.observed = private_sum(
-                method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
-            )
+        method = self.method
+        private, event, following = self._summed(batch, parameters)
         self._warn_of_lost()
         self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
-        following = self._recalled(remembered)
-        event: Event = PoissonGaussian(self.noise_multiplier, self.sampling_rate)
-        if feedback is not None and residual is not None and self.dice is not None:
-            plan, place = self.dice, self._place(self.dice)
-            error = zeros(parameters) if self._hidden is None else self._hidden
-            sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
-            (part,) = private.parts
-            torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
-            memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
-            private = PrivateSum((Part(sent, plan.sensitivity, part.share),), memory)
-            event = plan.event(self.noise_multiplier, place)
         self._drawn = None
         # the expected number of units is a public constant; the realised one is not
         units = self.expected_batch / method.unit
@@ -254,6 +236,34 @@ class Private:
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
         filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
         self._state = PublicState(past, released.gradient, filtered)
+        self._update(parameters, update)
+
+    def _summed(
+        self, batch: PoissonBatch, parameters: Mapping[str, Tensor]
+    ) -> tuple[PrivateSum, Event, Gradient | None]:
+        """The batch's sum, the event that its release is, and the private state that it leaves."""
+        method, feedback, plan = self.method, self.method.feedback, self.dice
+        residual: Gradient | None = {} if feedback is not None else None
+        remembered: list[Remembered] = []
+        most = self._passes.at_once(method)
+        alone = method.unit == 1 and len(self._indices) <= most
+        with self._secretly(batch.stream):
+            private, self.observed = private_sum(
+                method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
+            )
+        if feedback is None or residual is None or plan is None:
+            return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), self._recalled(remembered)
+        place = self._place(plan)
+        error = zeros(parameters) if self._hidden is None else self._hidden
+        sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
+        (part,) = private.parts
+        torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
+        memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
+        private = PrivateSum((Part(sent, plan.sensitivity, part.share),), memory)
+        return private, plan.event(self.noise_multiplier, place), following
+
+    def _update(self, parameters: Mapping[str, Tensor], update: Gradient) -> None:
+        """One step of the optimizer."""
         # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
         # with the parameters' own strides, so that it can update many at once
         gradients = [torch.empty_like(parameter) for parameter in parameters.values()]

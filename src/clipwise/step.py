@@ -1,6 +1,6 @@
 """The path of a gradient, on one page: per-sample gradients → weights → one bounded sum → noise → a public gradient.
 
-Receives: a method, per-sample gradients chunk by chunk, and the event to make of them.
+Receives: a method, and per-sample gradients chunk by chunk.
 Gives: the private sum; ``noise.release`` makes it public, over the expected batch.
 """
 
