@@ -1,6 +1,6 @@
 """The only door from private to public.
 
-Receives: a PrivateSum, whose sensitivities travel with it, the noise multiplier, and a random stream.
+Receives: a PrivateSum, whose sensitivities travel with it, the event with its noise multiplier, and a random stream.
 Gives: Released: the noisy sums, and the event that this draw of noise amounts to.
 """
 

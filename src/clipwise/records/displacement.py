@@ -68,7 +68,7 @@ class Own:
         return bool(self.records) and not any(isinstance(r, (Dense, Convolution)) for r in self.records)
 
     def product(self, y: Tensor, x: Tensor, *, turned: bool, free: bool = False) -> Tensor:
-        """Y + x (c v)ᵀ for x [unit, position, p]; ``turned``: y + x (c v); ``free``: y may be overwritten."""
+        """The sum y + x (c v)ᵀ for x [unit, position, p]; ``turned``: y + x (c v); ``free``: y may be overwritten."""
         for record in self.records:
             if isinstance(record, Indexed):
                 y = self._table_product(record, y, x, turned=turned)

@@ -84,7 +84,7 @@ def gru_stepped(
 
 
 def plus_times(y: Tensor, h: Tensor, turned: Tensor, own: Sequence[Tensor]) -> Tensor:
-    """Y + W_i h for states [sample, hidden], with the shared weight transposed and ``own`` as for the LSTM."""
+    """The sum y + W_i h for states [sample, hidden], with the shared weight transposed and ``own`` as for the LSTM."""
     if not own:
         return torch.addmm(y, h, turned)
     states = h.unflatten(0, (own[0].shape[0], -1))  # [unit, view, hidden]
@@ -96,7 +96,7 @@ def plus_times(y: Tensor, h: Tensor, turned: Tensor, own: Sequence[Tensor]) -> T
 
 
 def _back(y: Tensor, g: Tensor, weight: Tensor, own: Sequence[Tensor]) -> Tensor:
-    """Y + W_iᵀ g."""
+    """The sum y + W_iᵀ g."""
     return plus_times(y, g, weight, (own[0].mT,) if len(own) == 1 else own[::-1])
 
 

@@ -64,7 +64,7 @@ class Convolution:
         return self.x.shape[1] if self.x.dim() == 3 + len(self.geometry.stride) else 1
 
     def _images(self) -> tuple[Tensor, Tensor]:
-        """X and b with images one after the other, [unit · image, channel, *space]."""
+        """The pair x and b with images one after the other, [unit · image, channel, *space]."""
         several = self.x.dim() == 3 + len(self.geometry.stride)
         return (self.x.flatten(0, 1), self.b.flatten(0, 1)) if several else (self.x, self.b)
 
