@@ -383,7 +383,7 @@ class Private:
         """
         mode = modes(self.model)
         if self._draws.get(mode, True):
-            with kept(set() if self._passes.device.type == "cpu" else {self._passes.device}):
+            with kept({self._passes.device} if self._passes.device.type == "cuda" else set()):
                 seeded(stream.seed())
                 before = None if mode in self._draws else generators()
                 yield
