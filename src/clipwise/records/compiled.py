@@ -364,13 +364,9 @@ def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[st
     """The graph compiled; on CUDA also captured, with the example's tensors as its fixed inputs."""
     with torch.no_grad():
         if "backend" not in options:
+            _refuse_early_norms(graph)
             options = {**options, "options": {**options.get("options", {}), **INDUCTOR}}
         eager = options == {"backend": "eager"}  # nothing to compile: the graph as it was traced, for its CUDA graph
-        if not eager and torch.__version__ < ROUNDS_FIRST and _in_half_on_cpu(graph):
-            raise InputError(
-                f"compile=True in half precision on a processor needs torch {ROUNDS_FIRST}, got "
-                f"{torch.__version__}, whose compiler takes norms of numbers before they are rounded: leave compile out"
-            )
         compiled = graph if eager else torch.compile(graph, fullgraph=True, dynamic=False, **options)
         run = _quietly(compiled)
         run(*example)
@@ -379,9 +375,15 @@ def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[st
         return run
 
 
-def _in_half_on_cpu(graph: Any) -> bool:
+def _refuse_early_norms(graph: Any) -> None:
+    """Refuse a compiler that takes norms of numbers before they are rounded."""
     values = (node.meta.get("val") for node in getattr(getattr(graph, "graph", None), "nodes", ()))
-    return any(isinstance(t, Tensor) and t.dtype in HALF and not t.is_cuda for t in values)
+    half = any(isinstance(t, Tensor) and t.dtype in HALF and not t.is_cuda for t in values)
+    if half and torch.__version__ < ROUNDS_FIRST:
+        raise InputError(
+            f"compile=True in half precision on a processor needs torch {ROUNDS_FIRST}, got {torch.__version__}, whose "
+            "compiler takes norms of numbers before they are rounded: leave compile out"
+        )
 
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
