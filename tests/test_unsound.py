@@ -201,6 +201,22 @@ def test_what_dropout_and_data_draw_follows_the_run_s_generator_and_not_torch_s_
     assert not torch.allclose(released("secure"), released("secure"), atol=1e-2)
 
 
+def test_a_dropout_that_begins_later_follows_the_run_s_generator_too() -> None:
+    def moved(seed: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 2, bias=False))
+        private = private_for(model, loss=total, noise_multiplier=1e-9, batch=ROWS, self_test=False)
+        batches = private.batches()
+        private.step(next(batches))
+        model[0].p = 0.5
+        torch.manual_seed(seed)
+        private.step(next(batches))
+        assert private.state.released is not None
+        return private.state.released["1.weight"]
+
+    assert torch.allclose(moved(1), moved(2), atol=1e-6)
+
+
 def test_a_data_set_that_draws_at_random_is_not_taken_for_one_that_mixes() -> None:
     class Noisy(Centred):
         def __getitem__(self, index: int) -> Any:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -379,7 +380,8 @@ class Private:
     def _secretly(self, stream: Stream) -> Iterator[None]:
         """Where the model and the data may draw: what they do follows a row's place, so it must be as secret as noise.
 
-        Nothing is done for a model that drew nothing in its first step in this mode, on data that are tensors.
+        Nothing is done for a model without dropout that drew nothing in its first step in this mode, on data that are
+        tensors; a dropout may be of 0 for a while.
         """
         mode = modes(self.model)
         if self._draws.get(mode, True):
@@ -388,7 +390,8 @@ class Private:
                 before = None if mode in self._draws else generators()
                 yield
                 if before is not None and len(self._indices):
-                    self._draws[mode] = isinstance(self.data, Samples) or generators() != before
+                    drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
+                    self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != before
         else:
             yield
 
