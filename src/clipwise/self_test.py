@@ -169,10 +169,12 @@ def _look(
 
 def _recorded(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> list[Tensor]:
     """Σ_i w_i g_i from per-sample gradients; other samples' rows would come with the wrong weights."""
+    parameters = trainable(model)
     with restored(model), still(model):
         seeded(0)
-        summed = Capture(model, loss)(mapped(rows, torch.clone)).weighted_sum(weights)
-        return [summed[name] for name in trainable(model)]
+        gradients = Capture(model, loss)(mapped(rows, torch.clone))
+        summed = gradients.weighted_sum(weights.to(next(iter(parameters.values())).device))
+        return [summed[name] for name in parameters]
 
 
 def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> _Pass:
