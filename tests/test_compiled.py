@@ -309,6 +309,45 @@ def test_rows_are_rounded_and_padded_once_for_a_product_and_its_record(monkeypat
     assert {rows.args[1][-1] for rows in read} == {16, 24}  # of 13 features, 16
 
 
+def relu(dtype: torch.dtype = torch.bfloat16, least: float = 0.0) -> Any:
+    """A ReLU in float32 whose output is rounded for a product, and its backward pass."""
+
+    def function(x: Tensor, weight: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        out = x.relu()
+        product = out.to(dtype) @ weight.to(dtype)
+        return torch.ops.aten.threshold_backward(b, out.detach(), least), product
+
+    return function
+
+
+def relu_numbers() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    x[0] = torch.tensor([0.0, -0.0, 1e-30, -1e-30, torch.inf, -torch.inf])
+    return x, torch.randn(6, 4), torch.randn(5, 6)
+
+
+def told_by(graph: Any) -> torch.dtype:
+    """The format of what the one ReLU's backward pass looks at."""
+    (mask,) = [node for node in graph.graph.nodes if "threshold_backward" in str(node.target)]
+    return mask.args[1].meta["val"].dtype
+
+
+def test_a_relu_is_passed_back_by_the_signs_of_the_copy_that_is_kept_all_the_same() -> None:
+    numbers, function = relu_numbers(), relu()
+    changed = lean_module.narrow_signs(make_fx(function, tracing_mode="fake")(*numbers))
+    assert told_by(changed) == torch.bfloat16
+    for one, other in zip(changed(*numbers), function(*numbers), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("other", [(torch.float16, 0.0), (torch.float64, 0.0), (torch.bfloat16, 0.1)])
+def test_other_copies_and_thresholds_do_not_tell_a_sign(other: Any) -> None:
+    assert told_by(lean_module.narrow_signs(make_fx(relu(*other), tracing_mode="fake")(*relu_numbers()))) == (
+        torch.float32
+    )
+
+
 NOT_CUT = {
     "cut elsewhere": lambda b: F.pad(b, (0, 3))[..., 1:14],
     "cut further": lambda b: F.pad(b, (0, 3))[..., :10],

@@ -100,6 +100,39 @@ def test_rows_padded_for_a_kernel_are_passed_on_without_their_padding(
         assert not record.b[..., record.b.shape[3] - record.spare[1] :].any()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["deep Linear", "Conv2d with groups, stride and dilation", "TransformerEncoderLayer", "GPT-2's Conv1D"],
+)
+def test_norms_and_sums_are_of_the_gradients_as_they_were_rounded_to_be_kept(
+    name: str, force: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = lambda factors, cuda: factors if factors == torch.bfloat16 else torch.promote_types(factors, torch.float32)
+    for module in (products, kinds.outer, kinds.convolution):  # as it is on a GPU
+        monkeypatch.setattr(module, "written_format", narrow)
+    force("written")
+    case = CASES[name]
+    model, batch = case.model().float(), [t.float() if t.is_floating_point() else t for t in case.batch()]
+
+    def rounded(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch).float()
+
+    found = per_sample(model, rounded, batch)
+    kept = [record.value.dtype for own in found.records.values() for record in own if isinstance(record, Dense)]
+    assert torch.bfloat16 in kept
+    written = {name: value.double() for name, value in found.materialise().items()}
+    norms = torch.cat([value.reshape(found.samples, -1) for value in written.values()], 1).norm(dim=1)
+    torch.testing.assert_close(found.norms().double(), norms, rtol=1e-5, atol=0)
+    weights = torch.linspace(-1, 2, found.samples)
+    for other in (found, 2.0 * found, found + found, found.merged(1)):
+        more = other.norms().double() / norms  # twice as long, or as long
+        assert float(more.max()) < 1.00001 * float(more.min())
+    for parameter, total in found.weighted_sum(weights).items():
+        expected = torch.tensordot(weights.double(), written[parameter], 1)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5 * float(norms.max()))
+
+
 def test_streaming_in_pieces_gives_the_same_norms(
     monkeypatch: pytest.MonkeyPatch, force: Callable[[str], None]
 ) -> None:
@@ -159,7 +192,8 @@ def test_a_tied_weight_whose_parts_nearly_cancel_is_not_under_estimated() -> Non
 def test_a_gradient_is_written_only_where_it_takes_no_more_memory_than_its_records() -> None:
     sizes = (1024, 768, 2304)  # 1.77 M numbers, in the place of 3.15 M of half the width
     assert planner.choose(*sizes, cuda=True, kernel=True).name == "written"
-    assert planner.choose(*sizes, cuda=True, kernel=True, half=True).name == "gram"
+    for formats, form in (((torch.float16, torch.float32), "gram"), ((torch.bfloat16, torch.bfloat16), "written")):
+        assert planner.choose(*sizes, cuda=True, kernel=True, formats=formats).name == form
 
 
 def test_the_norm_of_a_large_written_gradient_is_a_few_operations_in_a_graph() -> None:

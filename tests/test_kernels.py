@@ -24,8 +24,10 @@ from clipwise.records.kernels import (
     gram_sq_norm,
     outer_gram_sq_norms,
     outer_totals,
+    rows_total,
 )
 from clipwise.records.kernels import norms as norms_kernel
+from clipwise.records.kernels import rows as rows_kernel
 from clipwise.records.kernels import totals as totals_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, cross, sq_norms
@@ -173,10 +175,12 @@ def test_the_operator_is_registered_as_torch_expects() -> None:
     x, b, *geometry = case(2, 3, (6, 6), 4, (3, 3), dtype=torch.float32)
     x, b, geometry = x.to(DEVICE), b.to(DEVICE), [list(g) if isinstance(g, tuple) else g for g in geometry] + [2]
     torch.library.opcheck(torch.ops.clipwise.convolution_sq_norm.default, (x, b, *geometry))
-    torch.library.opcheck(torch.ops.clipwise.convolution_dense.default, (x, b, *geometry))
+    torch.library.opcheck(torch.ops.clipwise.convolution_dense.default, (x, b, *geometry, torch.bfloat16))
     torch.library.opcheck(torch.ops.clipwise.convolution_total.default, (x, b, torch.ones(1).to(DEVICE), *geometry))
     rows = torch.randn(2, 5, 8).to(DEVICE)
     torch.library.opcheck(torch.ops.clipwise.gram_sq_norm.default, (rows, rows))
+    rows = rows.flatten(1).bfloat16()
+    torch.library.opcheck(torch.ops.clipwise.rows_total.default, (rows, torch.ones(2, device=DEVICE)))
 
 
 def test_there_are_few_tiles_to_try_and_each_is_legal() -> None:
@@ -269,6 +273,10 @@ def test_the_kernels_that_write_and_sum_agree_with_float64_for_every_tile(name: 
         found = convolution.launch_dense(*arguments[:2], shape, tile).double().cpu()
         found = found.reshape(len(v), v.shape[1], *v.shape[3:], v.shape[2]).permute(0, 1, 4, 2, 3)
         assert ((found - v).flatten(1).norm(dim=1) <= tolerance * sizes).all(), told("dense")
+        if not INTERPRETED:  # rounded once: as the wide one would be, but where that lies between two numbers
+            narrow = convolution.launch_dense(*arguments[:2], shape, tile, dtype=torch.bfloat16)
+            wide_ = convolution.launch_dense(*arguments[:2], shape, tile)
+            assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide_.bfloat16()), told("narrow")
         found = convolution.launch(*arguments[:2], shape, tile).double().cpu()
         torch.testing.assert_close(found, norms, rtol=tolerance, atol=0, msg=told)
         found = convolution.launch_total(*arguments[:2], weights.float().to(DEVICE), shape, tile).double().cpu()
@@ -543,3 +551,23 @@ def test_a_factor_whose_square_underflows_beside_a_huge_one_is_not_lost(position
     finally:
         torch.set_flush_denormal(False)
     assert before or DEVICE == "cuda"  # else this processor cannot flush, and nothing was tested
+
+
+@kernel_runs
+@pytest.mark.parametrize(("samples", "size"), [(1, 1), (3, 1024), (8, 5000), (40, 2000), (300, 70)])
+def test_the_weighted_sum_of_narrow_rows_is_that_of_their_numbers(samples: int, size: int) -> None:
+    random = torch.Generator().manual_seed(samples + size)
+    scales = torch.logspace(-2, 2, samples, dtype=torch.float64)
+    rows = (scales[:, None] * torch.randn(samples, size, generator=random, dtype=torch.float64)).half()
+    weights = 1 / scales.float()  # no number of half precision
+    expected = weights.double() @ rows.double()
+    rows, weights = rows.to(DEVICE), weights.to(DEVICE)
+    found = (rows_kernel.launch_total if INTERPRETED else rows_total)(rows, weights)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=1e-6 * samples)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 7])
+def test_the_twin_sums_a_few_numbers_of_all_rows_at_a_time(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_kernel.planner, "CUDA_STREAM_FLOATS", 20)
+    rows, weights = torch.randn(samples, 11).bfloat16(), torch.rand(samples)
+    torch.testing.assert_close(rows_kernel._twin_total(rows, weights), weights @ rows.float())

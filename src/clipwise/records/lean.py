@@ -1,7 +1,8 @@
 """What a traced pass is made into before it is compiled: less to compute, and no copies that only eager kernels need.
 
 Receives: the graph of a forward and a backward pass, traced together.
-Gives: lean: the same graph with normalisations taken apart, without layout copies, costly repeats and second paddings.
+Gives: lean: the same graph with normalisations taken apart, without layout copies, costly repeats, second paddings and
+wide copies that are kept for a sign.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from clipwise.records.kernels.gram import HALF
 
 aten = torch.ops.aten
 NAMES = (aten.alias.default, aten.detach.default)  # another name of the same tensor
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 SHAPES = (  # the same numbers in the same order
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
@@ -29,7 +31,7 @@ COSTLY = (
 
 
 def lean(graph: Any, *example: Any) -> Callable[..., Any]:
-    """The traced graph with normalisations taken apart, without layout copies, costly repeats and second paddings.
+    """The traced graph with normalisations taken apart, and all that is below.
 
     A compiler removes what is computed twice (a normalisation's statistics, in the forward pass and again for the
     gradient of its scale) from the two halves of a training step, but not from one graph that holds them both.
@@ -39,7 +41,8 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
     if any(node.target._schema.is_mutable for node in _operators(graph)):
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)
-    return padded_once(without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart())))
+    graph = without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart()))
+    return narrow_signs(padded_once(graph))
 
 
 def _operators(graph: Any) -> list[Any]:
@@ -124,6 +127,33 @@ def padded_once(graph: Any) -> Any:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def narrow_signs(graph: Any) -> Any:
+    """The graph in which a ReLU's backward pass asks the bfloat16 copy of its output where that was positive.
+
+    The next convolution reads such a copy, which is kept for its record; the output itself, in float32, would be kept
+    from the forward to the backward pass for nothing else. Rounding keeps signs, and what is too small for bfloat16 is
+    below 2⁻¹³³.
+    """
+    copies: dict[Any, Any] = {}  # tensor → its copy in bfloat16
+    for node in _operators(graph):
+        if node.target in CASTS and node.meta["val"].dtype == torch.bfloat16:
+            copies.setdefault(_named(node.args[0]), node)
+        elif node.target is aten.threshold_backward.default and node.args[2] == 0:
+            copy = copies.get(_named(node.args[1]))  # made before: nodes come in their order
+            if copy is not None and copy.meta["val"].shape == node.args[1].meta["val"].shape:
+                node.args = (node.args[0], copy, 0)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _named(node: Any) -> Any:
+    """The tensor that a node is another name of."""
+    while node.target in NAMES:
+        node = node.args[0]
+    return node
 
 
 def _cut(node: Any) -> tuple[Any, int] | None:

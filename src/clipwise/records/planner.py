@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 Name = Literal["gram", "written", "streamed", "fused"]
 
 # Per-sample gradients written out a piece at a time should stay in a core's cache: this many floats.
@@ -18,7 +20,8 @@ STREAM_FLOATS = 1 << 20
 CUDA_STREAM_FLOATS = 1 << 26  # enough to fill a GPU, a quarter of a gigabyte
 # What it costs to write a float out and read it twice again (norm, weighted sum), in multiplications.
 TRAFFIC = 16
-# The same on a GPU, whose memory is slower beside its arithmetic: 12 bytes at 4 TB/s, 2 operations at 400 TFLOP/s.
+# The same on a GPU, whose memory is slower beside its arithmetic: 12 bytes at 4 TB/s, 2 operations at 400 TFLOP/s. Of a
+# format of 2 bytes it is half as much.
 CUDA_TRAFFIC = 600
 # A form of more than so many times the cheapest one's counted cost is not measured: every trial compiles kernels, and
 # counting is not that wrong.
@@ -61,14 +64,14 @@ def choose(
     kernel: bool = False,
     unfolds: bool = False,
     not_unfolded: int | None = None,
-    half: bool = False,
+    formats: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
 ) -> Form:
     """The cheapest form for ``blocks`` products of [positions, inputs]ᵀ [positions, outputs].
 
     ``raw_inputs`` is the layer input's floats per sample where that differs from positions × inputs (convolutions,
     whose unfolded input repeats every value); ``kernel``: a kernel can give the norm without writing anything;
     ``unfolds``: the Gram form would have to write the unfolded input, which no GPU should; ``not_unfolded``: what it
-    costs by a kernel that does not; ``half``: records are in half precision, and a written gradient is not.
+    costs by a kernel that does not; ``formats``: of the records, and of a gradient that is written out.
     """
     gram = blocks * positions**2 * (inputs + outputs)
     product = blocks * positions * inputs * outputs
@@ -81,8 +84,9 @@ def choose(
         if (least := not_unfolded if unfolds else gram // 2) is not None:
             costs["gram"] = least + product
     # Written out, it replaces (a, b), which are then free: never more memory than keeping them.
-    if floats * (2 if half else 1) <= record:
-        costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats
+    kept, wrote = (dtype.itemsize for dtype in formats)
+    if floats * wrote <= record * kept:
+        costs["written"] = product + (CUDA_TRAFFIC if cuda else TRAFFIC) * floats * min(4, wrote) // 4
     name = min(costs, key=lambda form: costs[form])
     # Without a kernel Gram matrices are written: not where they take more memory than the records.
     heavy = not kernel and 2 * blocks * positions**2 > record

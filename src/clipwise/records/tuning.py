@@ -42,6 +42,10 @@ class Pair(Record, Protocol):
         """‖v_i‖² by one form, of factors as they are."""
         ...
 
+    def written(self) -> Tensor:
+        """v_i written out in the format in which it is kept."""
+        ...
+
 
 def tuned(counted: Form, shape: Any, like: Tensor, random: Callable[[int], Pair | Halved]) -> Form:
     """The fastest form for records of this shape, or the counted one where nothing was or can be measured.
@@ -106,7 +110,7 @@ def took(record: Pair | Halved, name: Name, weights: Tensor) -> float:
 def step(record: Pair | Halved, name: Name, weights: Tensor) -> tuple[Tensor, Tensor]:
     """What a step does with a record: its norms by one form, and its weighted sum."""
     if name == "written":
-        written = Dense(record.dense())
+        written = Dense(record.written())
         return written.sq_norm(), written.total(weights)
     pair = cast(Pair, record.record) if isinstance(record, Halved) else record
     return pair.norm_by(name), record.total(weights)

@@ -8,7 +8,7 @@ from clipwise.records.kernels.convolution import convolution_dense, convolution_
 from clipwise.records.kernels.convolution_gram import convolution_gram_sq_norm
 from clipwise.records.kernels.gram import gram_sq_norm
 from clipwise.records.kernels.norms import outer_gram_sq_norms
-from clipwise.records.kernels.rows import ZeroRows, zero_rows
+from clipwise.records.kernels.rows import ZeroRows, rows_total, zero_rows
 from clipwise.records.kernels.totals import outer_totals
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "gram_sq_norm",
     "outer_gram_sq_norms",
     "outer_totals",
+    "rows_total",
     "zero_rows",
 ]

@@ -40,14 +40,23 @@ def convolution_sq_norm(
 
 
 def convolution_dense(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int = 1
+    x: Tensor,
+    b: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    kernel: Ints,
+    groups: int,
+    probes: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """v_i written out, float32 or better: [unit, output, channel, y, x], channels last in memory.
+    """v_i written out: [unit, output, channel, y, x], channels last in memory.
 
-    Guarantees and edge cases: those of ``convolution_sq_norm``.
+    Rounded once, to ``dtype`` or float32 or better. Otherwise guarantees and edge cases of ``convolution_sq_norm``.
     """
     _check(x, b, stride, padding, dilation, kernel, groups, probes)
-    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes)
+    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes, dtype or _result_dtype(x))
     return v.permute(0, 1, 4, 2, 3)
 
 
@@ -118,23 +127,32 @@ def _twin_sq_norm(
 
 
 def _twin_dense(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int = 1
+    x: Tensor,
+    b: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    kernel: Ints,
+    groups: int,
+    probes: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """One convolution with a group per unit: its weight gradient is every unit's own. [unit, output, y, x, channel]."""
+    result = dtype or _result_dtype(x)
     # On CUDA in float64: cuDNN may round float32 to TF32.
-    dtype = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
+    exactly = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
     units, out, channels = x.shape[0] // probes, b.shape[1], x.shape[1] // groups
     if units == 0:
-        return x.new_zeros(0, out, *kernel, channels, dtype=_result_dtype(x))
+        return x.new_zeros(0, out, *kernel, channels, dtype=result)
     x, b = (
-        t.to(dtype).unflatten(0, (units, probes)).transpose(0, 1).reshape(probes, units * t.shape[1], *t.shape[2:])
+        t.to(exactly).unflatten(0, (units, probes)).transpose(0, 1).reshape(probes, units * t.shape[1], *t.shape[2:])
         for t in (x, b)
     )
     shape = x.new_zeros(()).expand(units * out, channels, *kernel)  # asked for, but only its shape is read
     v = torch.ops.aten.convolution_backward(
         b, x, shape, None, stride, padding, dilation, False, [0, 0], units * groups, [False, True, False]
     )[1]
-    return v.reshape(units, out, channels, *kernel).permute(0, 1, 3, 4, 2).contiguous().to(_result_dtype(x))
+    return v.reshape(units, out, channels, *kernel).permute(0, 1, 3, 4, 2).contiguous().to(result)
 
 
 def _twin_total(
@@ -163,18 +181,24 @@ def _result_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-_GEOMETRY = "int[] stride, int[] padding, int[] dilation, int[] kernel, int groups, int probes) -> Tensor"
+_GEOMETRY = "int[] stride, int[] padding, int[] dilation, int[] kernel, int groups, int probes"
 _sq_norm = torch.library.custom_op(
-    "clipwise::convolution_sq_norm", _twin_sq_norm, mutates_args=(), schema=f"(Tensor x, Tensor b, {_GEOMETRY}"
+    "clipwise::convolution_sq_norm",
+    _twin_sq_norm,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor b, {_GEOMETRY}) -> Tensor",
 )
 _dense = torch.library.custom_op(
-    "clipwise::convolution_dense", _twin_dense, mutates_args=(), schema=f"(Tensor x, Tensor b, {_GEOMETRY}"
+    "clipwise::convolution_dense",
+    _twin_dense,
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor b, {_GEOMETRY}, ScalarType dtype) -> Tensor",
 )
 _total = torch.library.custom_op(
     "clipwise::convolution_total",
     _twin_total,
     mutates_args=(),
-    schema=f"(Tensor x, Tensor b, Tensor weights, {_GEOMETRY}",
+    schema=f"(Tensor x, Tensor b, Tensor weights, {_GEOMETRY}) -> Tensor",
 )
 
 
@@ -187,9 +211,17 @@ def _fake_sq_norm(
 
 @_dense.register_fake
 def _fake_dense(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
+    x: Tensor,
+    b: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    kernel: Ints,
+    groups: int,
+    probes: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    return x.new_empty(x.shape[0] // probes, b.shape[1], *kernel, x.shape[1] // groups, dtype=_result_dtype(x))
+    return x.new_empty(x.shape[0] // probes, b.shape[1], *kernel, x.shape[1] // groups, dtype=dtype)
 
 
 @_total.register_fake
@@ -229,16 +261,24 @@ def _cuda_sq_norm(
 
 @_dense.register_kernel("cuda")
 def _cuda_dense(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
+    x: Tensor,
+    b: Tensor,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    kernel: Ints,
+    groups: int,
+    probes: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     if _by_twin(x):
-        return _twin_dense(x, b, stride, padding, dilation, kernel, groups, probes)
+        return _twin_dense(x, b, stride, padding, dilation, kernel, groups, probes, dtype)
     x, b = _laid_out(x, b)
     shape = Shape.of(x, b, stride, padding, dilation, kernel, groups, probes)
-    tiles = candidates(shape, x.element_size())
+    tiles, run = candidates(shape, x.element_size()), partial(launch_dense, dtype=dtype)
     with torch.cuda.device(x.device):
-        right = partial(_agrees, x, b, lambda v: v, launch_dense, shape)
-        v = launch_dense(x, b, shape, best_tile(("dense", shape), x, tiles, right, launch_dense, x, b, shape))
+        right = partial(_agrees, x, b, lambda v: v, run, shape)
+        v = run(x, b, shape, best_tile(("dense", shape, dtype), x, tiles, right, run, x, b, shape))
     return v.view(-1, shape.outputs, *kernel, shape.channels // groups)
 
 
@@ -276,7 +316,7 @@ def _agrees(
     n = min(2 * shape.probes, x.shape[0])
     x, b = (like_random(t[:n]).contiguous(memory_format=torch.channels_last) for t in (x, b))
     found, expected = run(x, b, shape, tile), of(exact(x, b, shape))
-    return bool((found - expected).norm() <= 1e-3 * expected.norm())
+    return bool((found - expected).norm() <= max(1e-3, torch.finfo(found.dtype).eps) * expected.norm())
 
 
 def _launch_sum(x: Tensor, b: Tensor, shape: Shape, tile: Tile) -> Tensor:
@@ -399,9 +439,11 @@ def launch(x: Tensor, b: Tensor, shape: Shape, tile: Tile, precision: str = "tf3
     return sums.sum(1) if programs > 1 else sums[:, 0]
 
 
-def launch_dense(x: Tensor, b: Tensor, shape: Shape, tile: Tile, precision: str = "tf32x3") -> Tensor:
-    """v_i with one tile. [unit, output, column]."""
-    v = torch.empty(x.shape[0] // shape.probes, shape.outputs, shape.columns, dtype=torch.float32, device=x.device)
+def launch_dense(
+    x: Tensor, b: Tensor, shape: Shape, tile: Tile, precision: str = "tf32x3", dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """v_i with one tile, rounded to ``dtype``. [unit, output, column]."""
+    v = torch.empty(x.shape[0] // shape.probes, shape.outputs, shape.columns, dtype=dtype, device=x.device)
     _each(x, b, v, shape, tile, precision, write=True)
     return v
 

@@ -13,7 +13,7 @@ from clipwise.records.kinds.dense import PIECE, Dense
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
-from clipwise.records.kinds.record import Record, wide
+from clipwise.records.kinds.record import Record, wide, written_format
 from clipwise.records.kinds.sums import beside, cross, joined, sq_norms, summed, totals, widened
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "totals",
     "wide",
     "widened",
+    "written_format",
 ]

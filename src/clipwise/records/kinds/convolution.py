@@ -25,7 +25,7 @@ from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.outer import Outer
-from clipwise.records.kinds.record import masked, raised, shaped, wide
+from clipwise.records.kinds.record import masked, raised, shaped, wide, written_format
 from clipwise.records.tf32 import halves, rounds
 
 
@@ -107,8 +107,14 @@ class Convolution:
             kernel=self._by_kernel,
             unfolds=True,
             not_unfolded=self._gram_cost,
-            half=self._half,
+            formats=self.formats,
         )
+
+    @property
+    def formats(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the factors as they are read, and of the gradient where it is written out to be kept."""
+        read = torch.float16 if self.rounded else torch.promote_types(self.x.dtype, self.b.dtype)
+        return read, written_format(read, cuda=self._by_kernel)
 
     @property
     def _half(self) -> bool:
@@ -131,9 +137,7 @@ class Convolution:
         """How the norm is computed."""
         if not self._by_kernel:  # its Gram form unfolds, and would be tried with what no GPU should write
             return self.counted
-        # rounded factors are float16's from here on, and must be found as such
-        read = torch.float16 if self.rounded else self.x.dtype
-        shape = ("convolution", self.geometry, self.x.shape[1:], self.b.shape[1:], read)
+        shape = ("convolution", self.geometry, self.x.shape[1:], self.b.shape[1:], self.formats)
         return tuning.tuned(self.counted, shape, self.x, self._random)
 
     def _random(self, samples: int) -> Convolution | Halved:
@@ -223,8 +227,7 @@ class Convolution:
         if (double := self._double) is not None:
             return double.dense().float()
         if self._by_kernel:
-            v = convolution_dense(*self._planes())
-            return v if v.dim() == 1 + len(self.geometry.shape) else v.squeeze(3)
+            return self._by_planes(wide(self.x[:0]).dtype)
         g, n, probes = self.geometry, self.samples, self.probes
         x, b = (wide(t) for t in self._images())
         if n == 0:
@@ -236,6 +239,15 @@ class Convolution:
             t.unflatten(0, (n, probes)).transpose(0, 1).reshape(probes, n * t.shape[1], *t.shape[2:]) for t in (x, b)
         )
         return _weight_gradient(x, b, each).reshape(n, *g.shape)
+
+    def written(self) -> Tensor:
+        """Written out in the format in which it is kept."""
+        kept = self.formats[1]
+        return self._by_planes(kept) if kept in HALF else self.dense()
+
+    def _by_planes(self, dtype: torch.dtype) -> Tensor:
+        v = convolution_dense(*self._planes(), dtype=dtype)
+        return v if v.dim() == 1 + len(self.geometry.shape) else v.squeeze(3)
 
     def rows(self, start: int, stop: int) -> Convolution:
         """Samples start … stop."""

@@ -6,6 +6,7 @@ Gives: Dense; streamed_sq_norm, the norm of what would not fit written out at on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner
+from clipwise.records.kernels import rows_total
+from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.record import Record, flat, masked, shaped, wide
 
 PIECE = 1 << 12  # numbers whose squares one accumulator adds up
@@ -31,11 +34,12 @@ class Dense:
 
     def scaled(self, factors: Tensor) -> Dense:
         """c_i v_i."""
-        return Dense(self.value * shaped(self.value, factors))
+        value = wide(self.value)
+        return Dense(value * shaped(value, factors))
 
     def merged(self, size: int) -> Dense:
         """Sums of ``size`` consecutive samples."""
-        return Dense(self.value.reshape(-1, size, *self.value.shape[1:]).sum(1))
+        return Dense(wide(self.value).reshape(-1, size, *self.value.shape[1:]).sum(1))
 
     def masked(self, keep: Tensor) -> Dense:
         """Zeros where not ``keep``."""
@@ -43,13 +47,14 @@ class Dense:
 
     def sq_norm(self) -> Tensor:
         """Σ v²."""
-        # No copy of squares. In pieces: a float32 accumulator loses small terms after some hundred thousand of them.
-        value = flat(wide(self.value).permute(0, *_order(self.value)))
+        # No copy of squares, nor a wide one. In pieces: a float32 accumulator loses small terms after some hundred
+        # thousand of them.
+        value = flat(self.value.permute(0, *_order(self.value)))
         even = value.shape[1] // PIECE * PIECE
-        norms = torch.linalg.vector_norm(value[:, None, even:], dim=-1)
+        norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=wide(value[:0]).dtype)
+        norms = norm(value[:, None, even:])
         if even:
-            pieces = value[:, :even].unflatten(1, (even // PIECE, PIECE))
-            norms = torch.cat([norms, torch.linalg.vector_norm(pieces, dim=-1)], 1)
+            norms = torch.cat([norms, norm(value[:, :even].unflatten(1, (even // PIECE, PIECE)))], 1)
         return norms.flatten(1).square().sum(1)  # of one number, a traced norm may keep its dimension (torch 2.11)
 
     def inner(self, direction: Tensor) -> Tensor:
@@ -59,9 +64,12 @@ class Dense:
     def total(self, weights: Tensor) -> Tensor:
         """Σ w_i v_i."""
         order = _order(self.value)
-        value = wide(self.value).permute(0, *order)
-        total = (weights.to(value.dtype) @ flat(value)).reshape(value.shape[1:])
-        return total.permute([order.index(d) for d in range(1, value.dim())])
+        value = self.value.permute(0, *order)
+        if value.is_cuda and value.dtype in HALF:
+            total = rows_total(flat(value), weights)
+        else:
+            total = weights.to(wide(value[:0]).dtype) @ flat(wide(value))
+        return total.reshape(value.shape[1:]).permute([order.index(d) for d in range(1, value.dim())])
 
     def dense(self) -> Tensor:
         """The value itself."""

@@ -69,3 +69,7 @@ class Halved:
         """Written out."""
         v = self.record.dense()
         return v * shaped(v, self.scale)
+
+    def written(self) -> Tensor:
+        """The same."""
+        return self.dense()

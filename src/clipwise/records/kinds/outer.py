@@ -18,7 +18,7 @@ from clipwise.records.kernels import convolution_dense, convolution_sq_norm, con
 from clipwise.records.kernels.gram import HALF, aligned
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
-from clipwise.records.kinds.record import masked, raised, shaped, units, wide
+from clipwise.records.kinds.record import masked, raised, shaped, units, wide, written_format
 from clipwise.records.tf32 import halves, rounds
 
 
@@ -109,6 +109,14 @@ class Outer:
             return v[:, : own.b.shape[3], : own.a.shape[3], 0, 0].reshape(self.samples, *self.shape)
         return (wide(own.b).transpose(2, 3) @ wide(own.a)).reshape(self.samples, *self.shape)
 
+    def written(self) -> Tensor:
+        """Written out in the format in which it is kept."""
+        factors = torch.promote_types(self.a.dtype, self.b.dtype)
+        if written_format(factors, cuda=self.a.is_cuda) not in HALF:
+            return self.dense()
+        own = self.unpadded()
+        return (own.b.transpose(2, 3) @ own.a).reshape(self.samples, *self.shape)
+
     @property
     def rounded(self) -> bool:
         """Whether the library may round both factors to TF32, and their sum over positions may cancel."""
@@ -174,7 +182,10 @@ def outer_form(
     _, blocks, positions, inputs = a.shape
     halved = dtype == a.dtype and rounds(a, a, convolution=False) and blocks == 1 and positions > 1
     kernel = halved or by_kernel(a, dtype)
-    form = planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, half=kernel)
+    # rounded factors are float16's from here on
+    read = torch.float16 if halved else torch.promote_types(a.dtype, dtype)
+    formats = read, written_format(read, cuda=a.is_cuda)
+    form = planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, formats=formats)
     if not measure or positions == 1:  # of one position ‖b aᵀ‖ = ‖a‖‖b‖: nothing is faster
         return form
     sides = ((outputs, dtype), (inputs, a.dtype)) if swap else ((inputs, a.dtype), (outputs, dtype))
@@ -184,6 +195,5 @@ def outer_form(
         record = Outer(one, other, torch.Size([blocks * other.shape[3], one.shape[3]]))
         return record.halved() if halved else record
 
-    # rounded factors are float16's from here on, and must be found as such
-    read = tuple((size, torch.float16 if halved else kind) for size, kind in sides)
-    return tuning.tuned(form, ("outer", blocks, positions, read), a, random)
+    found = tuple((size, torch.float16 if halved else kind) for size, kind in sides)
+    return tuning.tuned(form, ("outer", blocks, positions, found), a, random)

@@ -56,6 +56,15 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor
 
 
+def written_format(factors: torch.dtype, *, cuda: bool) -> torch.dtype:
+    """The format of a gradient that is written out to be kept, as its norm and its sum read it.
+
+    On a GPU bfloat16 where the factors are, as an ordinary step's weight gradients are: norm and sum are of what was
+    written, so that the bound does not depend on how it was rounded. float16 has too small a range.
+    """
+    return factors if cuda and factors == torch.bfloat16 else torch.promote_types(factors, torch.float32)
+
+
 def shaped(tensor: Tensor, factors: Tensor) -> Tensor:
     """[sample] factors, shaped to multiply [sample, …]."""
     return factors.to(tensor.dtype).reshape(-1, *(1,) * (tensor.dim() - 1))

@@ -131,12 +131,12 @@ def joined(records: Sequence[Record]) -> tuple[Record, ...]:
         outers, indexed = [], []
     out: list[Record] = list(rest)
     if dense:
-        first, *others = (d.value for d in dense)
-        out.append(Dense(sum(others, first)))
+        first, *others = dense
+        out.append(Dense(sum((d.dense() for d in others), first.dense())) if others else first)
     if len(outers) > 1:
         several = outers[0].plus(*outers[1:])
         # with so many positions writing may be cheaper, as it may be in a capture
-        out.append(Dense(several.dense()) if several.form.name == "written" else several)
+        out.append(Dense(several.written()) if several.form.name == "written" else several)
     elif outers:
         out += outers
     if indexed:

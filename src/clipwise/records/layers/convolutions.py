@@ -235,9 +235,10 @@ def _convolved(
         likely = record(x, output.detach())
         form = likely.counted if source.name is None else likely.form  # what is always written need not be measured
         if m.tape.writes(form, source):
-            dtype = torch.promote_types(wide(x).dtype, wide(output).dtype)
-            written = lambda b, x: record(x, b).dense()  # noqa: E731
-            wants.append(Want(source, (n, *geometry.shape), dtype, written, Dense))
+            kept = source.name is not None  # what goes on through a Jacobian keeps its digits
+            write = Convolution.written if kept else Convolution.dense
+            dtype = likely.formats[1] if kept else torch.promote_types(wide(x).dtype, wide(output).dtype)
+            wants.append(Want(source, (n, *geometry.shape), dtype, lambda b, x: write(record(x, b)), Dense))
             saved = [x]
         else:
             wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, x)))

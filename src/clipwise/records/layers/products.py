@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipwise.records.displacement import Own, cut
 from clipwise.records.kernels.gram import EVEN, aligned
-from clipwise.records.kinds import Dense, Outer, outer_form, wide
+from clipwise.records.kinds import Dense, Outer, outer_form, wide, written_format
 from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, mixing, seen_format
@@ -88,8 +88,10 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
             return Outer(b, a, shape, (spare, 0)) if swap else Outer(a, b, shape, (0, spare))
 
         if m.tape.writes(form, source):
-            dtype = torch.promote_types(wide(a).dtype, wide(output).dtype)
-            wants.append(Want(source, (n, *shape), dtype, lambda b, a: record(a, b).dense(), Dense))
+            kept = source.name is not None  # what goes on through a Jacobian keeps its digits
+            write = Outer.written if kept else Outer.dense
+            dtype = written_format(torch.promote_types(a.dtype, output.dtype), cuda=a.is_cuda and kept)
+            wants.append(Want(source, (n, *shape), dtype, lambda b, a: write(record(a, b)), Dense))
             saved = [a]
         elif (rest := -q % EVEN) and by_kernel(a, output.dtype):  # logits, say: rows that a kernel can read
             size = (*output.shape[:-1], q + rest)
