@@ -22,13 +22,15 @@ from clipwise.records.kernels import (
     convolution_total,
     gram,
     gram_sq_norm,
+    outer_dense,
     outer_gram_sq_norms,
     outer_totals,
+    positions_total,
     rows_total,
 )
 from clipwise.records.kernels import norms as norms_kernel
-from clipwise.records.kernels import rows as rows_kernel
 from clipwise.records.kernels import totals as totals_kernel
+from clipwise.records.kernels import written as written_kernel
 from clipwise.records.kernels.rows import ZeroRows, _apart, zero_rows
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, cross, sq_norms
 from clipwise.types import InputError
@@ -179,8 +181,9 @@ def test_the_operator_is_registered_as_torch_expects() -> None:
     torch.library.opcheck(torch.ops.clipwise.convolution_total.default, (x, b, torch.ones(1).to(DEVICE), *geometry))
     rows = torch.randn(2, 5, 8).to(DEVICE)
     torch.library.opcheck(torch.ops.clipwise.gram_sq_norm.default, (rows, rows))
-    rows = rows.flatten(1).bfloat16()
-    torch.library.opcheck(torch.ops.clipwise.rows_total.default, (rows, torch.ones(2, device=DEVICE)))
+    torch.library.opcheck(torch.ops.clipwise.outer_dense.default, (rows, rows))
+    torch.library.opcheck(torch.ops.clipwise.rows_total.default, (rows.bfloat16(), torch.ones(2, 5, device=DEVICE)))
+    torch.library.opcheck(torch.ops.clipwise.rows_total.default, (rows.bfloat16(), None))
 
 
 def test_there_are_few_tiles_to_try_and_each_is_legal() -> None:
@@ -554,20 +557,46 @@ def test_a_factor_whose_square_underflows_beside_a_huge_one_is_not_lost(position
 
 
 @kernel_runs
-@pytest.mark.parametrize(("samples", "size"), [(1, 1), (3, 1024), (8, 5000), (40, 2000), (300, 70)])
+@pytest.mark.parametrize(("samples", "size"), [(1, 1), (3, 512), (8, 5000), (40, 2000), (300, 70)])
 def test_the_weighted_sum_of_narrow_rows_is_that_of_their_numbers(samples: int, size: int) -> None:
     random = torch.Generator().manual_seed(samples + size)
     scales = torch.logspace(-2, 2, samples, dtype=torch.float64)
     rows = (scales[:, None] * torch.randn(samples, size, generator=random, dtype=torch.float64)).half()
     weights = 1 / scales.float()  # no number of half precision
     expected = weights.double() @ rows.double()
-    rows, weights = rows.to(DEVICE), weights.to(DEVICE)
-    found = (rows_kernel.launch_total if INTERPRETED else rows_total)(rows, weights)
+    found = _totals(rows[None].to(DEVICE), weights[None].to(DEVICE))[0]
     torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=1e-6 * samples)
+    if not INTERPRETED:
+        assert torch.equal(rows_total(rows.to(DEVICE), weights.to(DEVICE)), found)
+
+
+@kernel_runs
+@pytest.mark.parametrize("gap", [0, 3])
+def test_positions_are_added_up_for_each_sample_also_where_rows_have_gaps(gap: int) -> None:
+    rows = torch.randn(5, 37, 40 + gap, generator=torch.Generator().manual_seed(0)).half()[..., :40]
+    expected = rows.double().sum(1)
+    rows = torch.nn.functional.pad(rows, (0, gap)).to(DEVICE)[..., :40]
+    torch.testing.assert_close(_totals(rows, None).double().cpu(), expected, rtol=0, atol=1e-5)
+    if not INTERPRETED:
+        assert torch.equal(positions_total(rows), _totals(rows, None))
+
+
+def _totals(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return written_kernel.launch_total(rows, weights)
 
 
 @pytest.mark.parametrize("samples", [0, 1, 7])
-def test_the_twin_sums_a_few_numbers_of_all_rows_at_a_time(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows_kernel.planner, "CUDA_STREAM_FLOATS", 20)
+def test_the_twins_sum_a_few_numbers_of_all_rows_at_a_time(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_kernel.planner, "CUDA_STREAM_FLOATS", 20)
     rows, weights = torch.randn(samples, 11).bfloat16(), torch.rand(samples)
-    torch.testing.assert_close(rows_kernel._twin_total(rows, weights), weights @ rows.float())
+    torch.testing.assert_close(rows_total(rows, weights), weights @ rows.float())
+    rows = torch.randn(3, samples, 11).bfloat16()
+    torch.testing.assert_close(positions_total(rows), rows.float().sum(1))
+
+
+def test_a_product_of_padded_rows_is_rounded_once() -> None:
+    a, b = torch.randn(2, 9, 8).bfloat16(), torch.randn(2, 9, 16).bfloat16()[..., :13]
+    exact = b.double().mT @ a.double()
+    found = outer_dense(a.to(DEVICE), b.to(DEVICE)).double().cpu()
+    assert found.shape == (2, 13, 8)
+    torch.testing.assert_close(found, exact.bfloat16().double(), rtol=2.0**-7, atol=1e-6)

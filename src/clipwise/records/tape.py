@@ -79,7 +79,7 @@ class Want:
     dtype: torch.dtype
     rule: Callable[..., Tensor]  # (output gradient, *inputs) → the tap's gradient
     finish: Callable[[Tensor], Record]
-    back: Callable[[Tensor], Tensor] | None = None  # the output gradient as a part of the tap's: written once for both
+    spare: int = 0  # zeros behind the features of the output's gradient, for the rule and what comes before alike
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Site:
     fallback: bool = False
 
 
-_Rule: TypeAlias = tuple[Callable[..., Tensor], Callable[[Tensor], Tensor] | None]  # a Want's rule and back
+_Rule: TypeAlias = tuple[Callable[..., Tensor], int]  # a Want's rule and spare
 
 
 class _Tap(torch.autograd.Function):
@@ -108,9 +108,10 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         taps = list[Tensor]()
-        for rule, back in ctx.rules:
-            taps.append(rule(gradient, *ctx.saved_tensors))
-            gradient = gradient if back is None else back(taps[-1])
+        for rule, spare in ctx.rules:
+            padded = torch.nn.functional.pad(gradient, (0, spare)) if spare else gradient
+            taps.append(rule(padded, *ctx.saved_tensors))
+            gradient = padded[..., : gradient.shape[-1]] if spare else gradient
         return (gradient, None, None, *(None,) * ctx.inputs, *taps)
 
 
@@ -136,7 +137,7 @@ class Tape:
         taps = [output.new_zeros((), dtype=w.dtype).expand(tuple(w.shape)).requires_grad_() for w in wants]
         for tap, want in zip(taps, wants, strict=True):
             self.leaf(tap, want.source, want.finish)
-        rules = tuple((w.rule, w.back) for w in wants)
+        rules = tuple((w.rule, w.spare) for w in wants)
         tapped: Tensor = _Tap.apply(output, rules, len(inputs), *detached, *taps)  # type: ignore[no-untyped-call]
         return tapped
 

@@ -8,8 +8,9 @@ from clipwise.records.kernels.convolution import convolution_dense, convolution_
 from clipwise.records.kernels.convolution_gram import convolution_gram_sq_norm
 from clipwise.records.kernels.gram import gram_sq_norm
 from clipwise.records.kernels.norms import outer_gram_sq_norms
-from clipwise.records.kernels.rows import ZeroRows, rows_total, zero_rows
+from clipwise.records.kernels.rows import ZeroRows, zero_rows
 from clipwise.records.kernels.totals import outer_totals
+from clipwise.records.kernels.written import outer_dense, positions_total, rows_total
 
 __all__ = [
     "ZeroRows",
@@ -18,8 +19,10 @@ __all__ = [
     "convolution_sq_norm",
     "convolution_total",
     "gram_sq_norm",
+    "outer_dense",
     "outer_gram_sq_norms",
     "outer_totals",
+    "positions_total",
     "rows_total",
     "zero_rows",
 ]

@@ -1,9 +1,8 @@
-"""Rows, one for each sample: those of many tensors set to zero in place, or the weighted sum of one tensor's.
+"""Rows of many tensors set to zero in place, by one launch that costs nothing where there is none to set.
 
 Receives: tensors that stay where they are, such as the results of a CUDA graph, with a row for each sample; then, as
-often as one likes, which rows to keep. Or rows in half precision and their weights.
-Gives: ZeroRows, a Triton kernel behind a table of the tensors' places; ``zero_rows`` makes one where that is possible;
-``rows_total``, which widens number by number and writes no wide copy.
+often as one likes, which rows to keep.
+Gives: ZeroRows, a Triton kernel behind a table of the tensors' places; ``zero_rows`` makes one where that is possible.
 
 A sample that is not finite must add exactly nothing to a sum, and nothing is 0 · inf. Asking the device whether there
 is such a sample would make the host wait in every step; this kernel lets the device see to it itself.
@@ -16,54 +15,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
 from clipwise.records.kernels.tiles import constexpr, jit, tl, triton
 
 AXES = 7  # the bytes of a number, and those of a tensor
 BLOCK = 1024
-PROGRAMS = 264  # two for each processor of a large device
-FEW = 16  # samples that a program should at least add up
-
-
-def rows_total(rows: Tensor, weights: Tensor) -> Tensor:
-    """Σ_i w_i v_i of rows [sample, number], accumulated in float32: no wide copy, and no weight in half precision.
-
-    Guarantees: no atomics, so that the same input gives the same bits. Edge cases: no samples give zeros.
-    """
-    return _operator(rows.contiguous(), weights.float().contiguous())
-
-
-def _twin_total(rows: Tensor, weights: Tensor) -> Tensor:
-    # a few numbers at a time, of all samples
-    step = max(1, planner.CUDA_STREAM_FLOATS // max(1, len(rows)))
-    return torch.cat([weights @ some.float() for some in rows.split(step, 1)])
-
-
-_operator = torch.library.custom_op(
-    "clipwise::rows_total", _twin_total, mutates_args=(), schema="(Tensor rows, Tensor weights) -> Tensor"
-)
-
-
-@_operator.register_fake
-def _fake_total(rows: Tensor, weights: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[1], dtype=torch.float32)
-
-
-@_operator.register_kernel("cuda")
-def _cuda_total(rows: Tensor, weights: Tensor) -> Tensor:
-    return _twin_total(rows, weights) if triton is None or not rows.numel() else launch_total(rows, weights)
-
-
-def launch_total(rows: Tensor, weights: Tensor) -> Tensor:
-    """The kernel, for contiguous rows and float32 weights."""
-    samples, size = rows.shape
-    across = -(-size // BLOCK)
-    parts = min(-(-PROGRAMS // across), -(-samples // FEW))  # of the samples, where a row fills no device
-    each = -(-samples // parts)
-    out = torch.empty(parts, size, dtype=torch.float32, device=rows.device)
-    with torch.cuda.device_of(rows):
-        _total_kernel[(across, parts)](rows, weights, out, samples, size, each, block=BLOCK, num_warps=4)
-    return out.sum(0) if parts > 1 else out[0]
+PROGRAMS = 264  # two for each processor of a large device: they seldom have anything to do
 
 
 class ZeroRows:
@@ -111,19 +67,6 @@ def _line(t: Tensor) -> list[int]:
     axes = [(width, 1), *((size, stride * width) for size, stride in zip(t.shape[::-1], t.stride()[::-1], strict=True))]
     axes += [(1, 0)] * (AXES - len(axes))
     return [t.data_ptr(), t.numel() * width, *(number for axis in axes for number in axis)]
-
-
-@jit
-def _total_kernel(rows, weights, out, samples, size, each, block: constexpr):  # type: ignore[no-untyped-def]
-    """One program: some numbers of a row, and their sum over some of the samples."""
-    number = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    first = tl.program_id(1) * each
-    own = rows + first.to(tl.int64) * size + number
-    total = tl.zeros([block], tl.float32)
-    for sample in range(first, tl.minimum(first + each, samples)):
-        total += tl.load(weights + sample) * tl.load(own, mask=number < size, other=0.0).to(tl.float32)
-        own += size
-    tl.store(out + tl.program_id(1).to(tl.int64) * size + number, total, mask=number < size)
 
 
 @jit

@@ -25,7 +25,7 @@ from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.outer import Outer
-from clipwise.records.kinds.record import masked, raised, shaped, wide, written_format
+from clipwise.records.kinds.record import masked, raised, shaped, wide, wide_format, written_format
 from clipwise.records.tf32 import halves, rounds
 
 
@@ -227,7 +227,7 @@ class Convolution:
         if (double := self._double) is not None:
             return double.dense().float()
         if self._by_kernel:
-            return self._by_planes(wide(self.x[:0]).dtype)
+            return self._by_planes(wide_format(self.x.dtype))
         g, n, probes = self.geometry, self.samples, self.probes
         x, b = (wide(t) for t in self._images())
         if n == 0:

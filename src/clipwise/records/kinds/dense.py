@@ -16,7 +16,7 @@ from torch import Tensor
 from clipwise.records import planner
 from clipwise.records.kernels import rows_total
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.kinds.record import Record, flat, masked, shaped, wide
+from clipwise.records.kinds.record import Record, flat, masked, shaped, wide, wide_format
 
 PIECE = 1 << 12  # numbers whose squares one accumulator adds up
 
@@ -51,7 +51,7 @@ class Dense:
         # thousand of them.
         value = flat(self.value.permute(0, *_order(self.value)))
         even = value.shape[1] // PIECE * PIECE
-        norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=wide(value[:0]).dtype)
+        norm = functools.partial(torch.linalg.vector_norm, dim=-1, dtype=wide_format(value.dtype))
         norms = norm(value[:, None, even:])
         if even:
             norms = torch.cat([norms, norm(value[:, :even].unflatten(1, (even // PIECE, PIECE)))], 1)
@@ -59,7 +59,7 @@ class Dense:
 
     def inner(self, direction: Tensor) -> Tensor:
         """⟨v_i, u⟩."""
-        return flat(wide(self.value)) @ direction.to(wide(self.value).dtype).flatten()
+        return flat(wide(self.value)) @ direction.to(wide_format(self.value.dtype)).flatten()
 
     def total(self, weights: Tensor) -> Tensor:
         """Σ w_i v_i."""
@@ -68,7 +68,7 @@ class Dense:
         if value.is_cuda and value.dtype in HALF:
             total = rows_total(flat(value), weights)
         else:
-            total = weights.to(wide(value[:0]).dtype) @ flat(wide(value))
+            total = weights.to(wide_format(value.dtype)) @ flat(wide(value))
         return total.reshape(value.shape[1:]).permute([order.index(d) for d in range(1, value.dim())])
 
     def dense(self) -> Tensor:

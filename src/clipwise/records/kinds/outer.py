@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner, tuning
-from clipwise.records.kernels import convolution_dense, convolution_sq_norm, convolution_total, gram_sq_norm
+from clipwise.records.kernels import (
+    convolution_dense,
+    convolution_sq_norm,
+    convolution_total,
+    gram_sq_norm,
+    outer_dense,
+)
 from clipwise.records.kernels.gram import HALF, aligned
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
@@ -115,7 +121,9 @@ class Outer:
         if written_format(factors, cuda=self.a.is_cuda) not in HALF:
             return self.dense()
         own = self.unpadded()
-        return (own.b.transpose(2, 3) @ own.a).reshape(self.samples, *self.shape)
+        one = own.a.shape[1] == 1
+        v = outer_dense(own.a[:, 0], own.b[:, 0]) if one else own.b.transpose(2, 3) @ own.a
+        return v.reshape(self.samples, *self.shape)
 
     @property
     def rounded(self) -> bool:

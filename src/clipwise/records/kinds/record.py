@@ -53,7 +53,12 @@ class Record(Protocol):
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32 or better: sums and norms are never taken in half precision."""
-    return tensor.float() if tensor.dtype in HALF else tensor
+    return tensor.to(wide_format(tensor.dtype))
+
+
+def wide_format(dtype: torch.dtype) -> torch.dtype:
+    """The format that ``wide`` gives."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def written_format(factors: torch.dtype, *, cuda: bool) -> torch.dtype:
@@ -62,7 +67,7 @@ def written_format(factors: torch.dtype, *, cuda: bool) -> torch.dtype:
     On a GPU bfloat16 where the factors are, as an ordinary step's weight gradients are: norm and sum are of what was
     written, so that the bound does not depend on how it was rounded. float16 has too small a range.
     """
-    return factors if cuda and factors == torch.bfloat16 else torch.promote_types(factors, torch.float32)
+    return factors if cuda and factors == torch.bfloat16 else wide_format(factors)
 
 
 def shaped(tensor: Tensor, factors: Tensor) -> Tensor:

@@ -108,6 +108,9 @@ def cross(first: Record, second: Record) -> Tensor:
         a, b = wide(second.a)[:, 0], second.b[:, 0]
         picked = wide(b.gather(2, first.ids[:, None, :].expand(-1, b.shape[1], -1)))  # [sample, position 2, position 1]
         return (picked * (a @ wide(first.b).to(a.dtype).transpose(1, 2))).sum((1, 2))
+    if isinstance(first, Indexed) and isinstance(second, Dense):
+        rows = second.value.gather(1, first.ids[:, :, None].expand_as(first.b))
+        return flat(wide(rows) * wide(first.b)).sum(1)
     return flat(first.dense() * second.dense()).sum(1)
 
 
@@ -126,9 +129,9 @@ def joined(records: Sequence[Record]) -> tuple[Record, ...]:
     if len(rest) > 1 or (rest and (outers or dense or indexed)):
         dense += [Dense(r.dense()) for r in rest]
         rest = []
-    if dense and (outers or indexed):
-        dense += [Dense(r.dense()) for r in outers] + [Dense(r.dense()) for r in indexed]
-        outers, indexed = [], []
+    if dense and outers:
+        dense += [Dense(r.dense()) for r in outers]
+        outers = []
     out: list[Record] = list(rest)
     if dense:
         first, *others = dense

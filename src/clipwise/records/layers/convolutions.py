@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.displacement import Own, cut
-from clipwise.records.kinds import Convolution, Dense, Geometry, wide
+from clipwise.records.kinds import Convolution, Dense, Geometry, wide, wide_format
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
 from clipwise.records.tape import Want
@@ -37,7 +37,7 @@ def convolution(
     if m.source(input) is not None or m.rows(input) is None or m.out.dim != 0 or input.dim() != space + 2:
         return by_vmap(m)
     steps, spread = _tuple(stride, space), _tuple(dilation, space)
-    x = input
+    x = m.cast(input, seen_format(input))
     if isinstance(padding, str):
         if padding == "same":  # as torch does: the odd one goes to the right
             totals = [d * (k - 1) for d, k in zip(spread, weight.shape[2:], strict=True)]
@@ -70,8 +70,9 @@ def transposed_convolution(
     steps, pads, spread, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
     run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, more, groups, spread)  # noqa: E731
-    output = _kernel(m, input, weight, bias, groups, run)
-    return _convolved(m, input, weight, bias, geometry, output, transposed=True)
+    x = m.cast(input, seen_format(input))
+    output = _kernel(m, x, weight, bias, groups, run)
+    return _convolved(m, x, weight, bias, geometry, output, transposed=True)
 
 
 def _kernel(
@@ -237,7 +238,7 @@ def _convolved(
         if m.tape.writes(form, source):
             kept = source.name is not None  # what goes on through a Jacobian keeps its digits
             write = Convolution.written if kept else Convolution.dense
-            dtype = likely.formats[1] if kept else torch.promote_types(wide(x).dtype, wide(output).dtype)
+            dtype = likely.formats[1] if kept else wide_format(torch.promote_types(x.dtype, output.dtype))
             wants.append(Want(source, (n, *geometry.shape), dtype, lambda b, x: write(record(x, b)), Dense))
             saved = [x]
         else:

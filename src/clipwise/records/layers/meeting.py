@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from clipwise.records.displacement import Own
-from clipwise.records.kinds import Dense, wide
+from clipwise.records.kernels.gram import HALF
+from clipwise.records.kinds import Dense, wide, wide_format
 from clipwise.records.tape import Call, Rows, Source, Tape, Want, tensors
 from clipwise.types import Refused
 
@@ -25,6 +26,7 @@ class Meeting:
     def __init__(self, tape: Tape, call: Call, sources: dict[int, Source], args: tuple[Any, ...], kwargs: Any) -> None:
         self.tape, self.call, self.args, self.kwargs = tape, call, args, kwargs
         self._sources = sources
+        self._cast = list[Tensor]()
         self._rows = {id(t): rows for t, rows in zip(tensors(args, kwargs), call.arguments, strict=True)}
 
     @property
@@ -64,9 +66,8 @@ class Meeting:
     @property
     def half(self) -> torch.dtype | None:
         """The half precision of displaced arguments, if they have one: a displacement would be rounded away in it."""
-        half = (torch.bfloat16, torch.float16)
         given = tensors(self.args, self.kwargs)
-        return next((t.dtype for t in given if t.dtype in half and self.own(t) is not None), None)
+        return next((t.dtype for t in given if t.dtype in HALF and self.own(t) is not None), None)
 
     def each(self, argument: Tensor) -> Tensor:
         """What each sample has in a parameter's place, [sample, *shape]: its own, or the same without any copy."""
@@ -94,6 +95,15 @@ class Meeting:
         """The argument as the operation sees it: parameters detached, so that no weight gradient is computed."""
         return argument.detach() if self.source(argument) is not None else argument
 
+    def cast(self, argument: Tensor, dtype: torch.dtype) -> Tensor:
+        """An argument as autocast would cast it inside the call: cast here, one copy serves the pass and the record."""
+        if argument.dtype == dtype:
+            return argument
+        result = argument.to(dtype)
+        self._rows[id(result)] = self._rows[id(argument)]
+        self._cast.append(result)  # else another tensor may get its number
+        return result
+
     def tap(self, output: Tensor, inputs: Sequence[Tensor], wants: Sequence[Want | None]) -> Tensor:
         """The output with the taps that are wanted."""
         return self.tape.tap(output, inputs, [w for w in wants if w is not None])
@@ -120,7 +130,7 @@ def added_to(source: Source | None, output: Tensor, rows: Rows, keep: Callable[[
     return Want(
         source,
         (output.shape[rows.dim] // rows.factor, *source.tensor.shape),
-        wide(output).dtype,
+        wide_format(output.dtype),
         lambda b, *_: keep(b).reshape(shape),
         Dense,
     )
@@ -133,7 +143,7 @@ def identity(b: Tensor, *_: Tensor) -> Tensor:
 
 def as_seen(x: Tensor, output: Tensor) -> Tensor:
     """The input in the format that the product saw: under autocast it was narrowed first, and so is its gradient's."""
-    return x.to(output.dtype) if output.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(output.dtype) if output.dtype in HALF else x
 
 
 def full_precision(like: Tensor) -> torch.autocast:
@@ -142,7 +152,12 @@ def full_precision(like: Tensor) -> torch.autocast:
 
 
 def seen_format(x: Tensor) -> torch.dtype:
-    """The format in which a product of x comes out."""
+    """The format in which a product of x is computed and comes out."""
     kind = x.device.type
-    narrow = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    narrow = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if narrow else x.dtype
+
+
+def normal_format(x: Tensor) -> torch.dtype:
+    """The format in which a layer or group normalisation of x is computed: on a GPU autocast widens it."""
+    return wide_format(x.dtype) if x.is_cuda and torch.is_autocast_enabled("cuda") else x.dtype

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.records.kinds import Dense, wide
-from clipwise.records.layers.meeting import Meeting, added_to
+from clipwise.records.layers.meeting import Meeting, added_to, normal_format
 from clipwise.records.tape import Want, by_sample
 from clipwise.types import Refused
 
@@ -70,7 +70,7 @@ def layer_norm(
     out, n, shape = m.out, m.samples, tuple(normalized_shape)
     return _affine(
         m,
-        input,
+        m.cast(input, normal_format(input)),
         weight,
         bias,
         lambda x, w, b: F.layer_norm(x, shape, w, b, eps),
@@ -118,7 +118,8 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """F.group_norm."""
-    return _channels(m, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
+    wide_input = m.cast(input, normal_format(input))
+    return _channels(m, wide_input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
 
 
 def instance_norm(

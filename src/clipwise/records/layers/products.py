@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipwise.records.displacement import Own, cut
-from clipwise.records.kernels.gram import EVEN, aligned
+from clipwise.records.kernels import positions_total
+from clipwise.records.kernels.gram import EVEN, HALF
 from clipwise.records.kinds import Dense, Outer, outer_form, wide, written_format
 from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
@@ -28,16 +29,18 @@ def linear(m: Meeting, input: Tensor, weight: Tensor, bias: Tensor | None = None
     """F.linear."""
     if m.source(input) is not None or weight.dim() != 2 or _spread(bias, weight.shape[0]):
         return by_vmap(m)
-    output = _product(m, input, weight, bias, lambda offset: F.linear(input, m.value(weight), offset), flip=False)
-    return _linear(m, input, weight, bias, flip=False, output=output)
+    x = m.cast(input, seen_format(input))
+    output = _product(m, x, weight, bias, lambda offset: F.linear(x, m.value(weight), offset), flip=False)
+    return _linear(m, x, weight, bias, flip=False, output=output)
 
 
 def matmul(m: Meeting, input: Tensor, other: Tensor, *, out: None = None) -> Tensor:
     """X @ W with a two-dimensional W."""
     if m.source(input) is not None or other.dim() != 2 or input.dim() < 2 or m.source(other) is None:
         return by_vmap(m)
-    output = _product(m, input, other, None, lambda _: input @ m.value(other), flip=True)
-    return _linear(m, input, other, None, flip=True, output=output)
+    x = m.cast(input, seen_format(input))
+    output = _product(m, x, other, None, lambda _: x @ m.value(other), flip=True)
+    return _linear(m, x, other, None, flip=True, output=output)
 
 
 def mm(m: Meeting, input: Tensor, mat2: Tensor, *, out: None = None) -> Tensor:
@@ -50,6 +53,7 @@ def addmm(m: Meeting, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     bias, x = input, mat1
     if m.source(x) is not None or (beta, alpha) != (1, 1) or _spread(bias, mat2.shape[1]):
         return by_vmap(m)
+    x = m.cast(x, seen_format(x))
     output = _product(
         m,
         x,
@@ -74,7 +78,6 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        # cast as it came, like autocast's own copy for the product: a compiler then writes one for both
         a = by_sample(as_seen(cut(x), output), rows, n).reshape(n, 1, -1, x.shape[-1])
         positions, q = a.shape[2], features
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
@@ -87,27 +90,26 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
             spare = b.shape[-1] - q
             return Outer(b, a, shape, (spare, 0)) if swap else Outer(a, b, shape, (0, spare))
 
+        # logits, say: rows that a kernel can read
+        spare = -q % EVEN if by_kernel(a, output.dtype) and not m.tape.dual else 0
         if m.tape.writes(form, source):
             kept = source.name is not None  # what goes on through a Jacobian keeps its digits
             write = Outer.written if kept else Outer.dense
             dtype = written_format(torch.promote_types(a.dtype, output.dtype), cuda=a.is_cuda and kept)
-            wants.append(Want(source, (n, *shape), dtype, lambda b, a: write(record(a, b)), Dense))
+            wants.append(Want(source, (n, *shape), dtype, lambda b, a: write(record(a, b)), Dense, spare))
             saved = [a]
-        elif (rest := -q % EVEN) and by_kernel(a, output.dtype):  # logits, say: rows that a kernel can read
-            size = (*output.shape[:-1], q + rest)
-            wants.append(
-                Want(source, size, output.dtype, _padded, functools.partial(record, a), back=lambda b: b[..., :q])
-            )
         else:
-            wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, a)))
+            size = (*output.shape[:-1], q + spare)
+            wants.append(Want(source, size, output.dtype, identity, functools.partial(record, a), spare))
         m.tape.site([source], m.call.label, form)
     out_rows = m.out
-    keep = lambda b: wide(by_sample(b, out_rows, n)).reshape(n, -1, features).sum(1)  # noqa: E731
+
+    def keep(b: Tensor) -> Tensor:
+        rows = by_sample(b, out_rows, n).reshape(n, -1, features)
+        several = rows.shape[1] > 1 and b.is_cuda and b.dtype in HALF
+        return positions_total(rows) if several else wide(rows).sum(1)
+
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
-
-
-def _padded(b: Tensor, *_: Tensor) -> Tensor:
-    return aligned(b)
 
 
 def _product(
