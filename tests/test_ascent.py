@@ -372,16 +372,18 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
 def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they are on a GPU; some of several views each, and curvature, which does not."""
+    """As they are on a GPU; some of several views each, some written already, and curvature, which does not."""
     capture, batch, along = recorded(name)
     assert any(isinstance(r, Convolution) for rs in along.records.values() for r in rs)
     runs = [
         lambda: displaced(capture, batch, along, RADIUS),
         lambda: displaced(capture, batch, along.merged(2), RADIUS),
+        lambda: displaced(capture, batch, written(along.materialise(), along.like), RADIUS),
         lambda: curvature(capture, batch, along),
     ]
     plain = [run().materialise() for run in runs]
-    monkeypatch.setattr(displacement, "partial", lambda record: isinstance(record, Convolution))
+    images = lambda record: isinstance(record, Convolution) or (isinstance(record, Dense) and record.value.dim() > 3)
+    monkeypatch.setattr(displacement, "apart", images)
     monkeypatch.setattr(planner, "STREAM_FLOATS", 1)  # three pieces of these few units
     for run, expected in zip(runs, plain, strict=True):
         assert off(run().materialise(), expected) < 1e-9
@@ -445,7 +447,7 @@ def test_a_convolutions_weights_are_neither_kept_nor_all_written_at_once(monkeyp
     written = along.samples * model[2].weight.numel()
     with Largest() as before:
         expected = displaced(capture, batch, along, RADIUS)
-    monkeypatch.setattr(displacement, "partial", lambda record: isinstance(record, Convolution))
+    monkeypatch.setattr(displacement, "apart", lambda record: isinstance(record, Convolution))
     monkeypatch.setattr(planner, "STREAM_FLOATS", 1)
     with Largest() as largest:
         found = displaced(capture, batch, along, RADIUS)

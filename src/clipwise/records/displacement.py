@@ -29,7 +29,8 @@ class Own:
     make: Callable[[], Tensor]  # the values written out, [unit, *shape], in float32 or better
     records: tuple[Record, ...] = ()  # v, where the values are θ + c v; without records only the values are known
     factors: Tensor | None = None  # c, [unit]
-    some: Callable[[int, int], Tensor] | None = None  # those of some units, where all of them would take much memory
+    # v of some units, where a layer adds c v's part to θ's own: a convolution on a GPU
+    direction: Callable[[int, int], Tensor] | None = None
 
     @cached_property
     def value(self) -> Tensor:
@@ -47,10 +48,6 @@ class Own:
             value = cut(self.make())
             self.__dict__["_lent"] = weakref.ref(value)  # another layer with the same weight shares it
         return value
-
-    def units(self, start: int, stop: int) -> Tensor:
-        """The values of units start … stop, for one use."""
-        return self.lent[start:stop] if self.some is None else self.some(start, stop)
 
     @property
     def each(self) -> Tensor:
@@ -122,7 +119,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     A product with T positions by S pairs (a, b) costs T·S·(p + q) in each direction, beside θ's own product; writing
     costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
     Pairs may cost a quarter more, for they take no memory. A table is never written; a convolution's weight is,
-    on a GPU a few units at a time (``partial``).
+    on a GPU a few units at a time (``apart``).
     """
     records = tuple(widened(r) for r in records)
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
@@ -130,14 +127,19 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     if spare and len(outers) == len(records):
         pairs, p, q = sum(r.a.shape[2] for r in outers), outers[0].a.shape[3], outers[0].b.shape[3]
         spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + planner.TRAFFIC) * p * q
-    if spare or (len(records) == 1 and (isinstance(records[0], Dense) or partial(records[0]))):
+    if spare or (len(records) == 1 and (isinstance(records[0], Dense) or apart(records[0]))):
         return records
     dense = [r.dense() for r in records]
     return (Dense(sum(dense[1:], dense[0])),)
 
 
-def partial(record: Record) -> bool:
-    """Whether a weight is written a few units at a time, once for each pass: a kernel does it, and its norm as well."""
+def apart(record: Record) -> bool:
+    """Whether a convolution computes c v's part apart, from a v that is written a few units at a time, or already is.
+
+    On a GPU: a kernel writes v, and a convolution with a weight for each unit is slow there.
+    """
+    if isinstance(record, Dense):
+        return record.value.is_cuda and record.value.dim() > 3
     return isinstance(record, Convolution) and record.x.is_cuda
 
 
@@ -172,12 +174,14 @@ def moved(
             value = add(value, record, factors, free=not isinstance(record, Dense))
         return cut(value).requires_grad_()
 
-    def some(start: int, stop: int) -> Tensor:
+    def direction(start: int, stop: int) -> Tensor:
         (record,) = records
+        if isinstance(record, Dense):
+            return record.value[start:stop]
         assert isinstance(record, Convolution)
-        return add(wide(parameter.detach()), record.rows(start, stop), factors[start:stop], free=True)
+        return record.rows(start, stop).written()
 
-    return Own(views, make, records, factors, some if len(records) == 1 and partial(records[0]) else None)
+    return Own(views, make, records, factors, direction if len(records) == 1 and apart(records[0]) else None)
 
 
 def cut(tensor: Tensor) -> Tensor:

@@ -47,8 +47,14 @@ def convolution(
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
     run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
-    patched = _patched(m, weight, geometry)
-    output = _by_patches(m, x, weight, bias, geometry) if patched else _kernel(m, x, weight, bias, groups, run)
+    own = _apart(m, weight, geometry)
+    if own is None:
+        output = _kernel(m, x, weight, bias, groups, run)
+    else:
+        output = _shared(m, x, weight, bias, groups, run)
+        with full_precision(x):
+            moved: Tensor = _Displacement.apply(x, own, geometry, m.samples // own.views)  # type: ignore[no-untyped-call]
+            output = (output + moved).to(output.dtype)
     return _convolved(m, x, weight, bias, geometry, output, transposed=False)
 
 
@@ -79,12 +85,9 @@ def _kernel(
     m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, run: Callable[..., Tensor]
 ) -> Tensor:
     """The convolution; in a displaced pass one with a group for each unit, so that each has its own weight."""
-    own, offset = m.own(weight), m.own(bias)
+    own = m.own(weight)
     if own is None:
-        if offset is None:
-            return run(x, m.value(weight), m.value(bias), groups)
-        y = run(x, m.value(weight), None, groups)
-        return (wide(y) + m.placed(offset.each.unflatten(1, (-1, *(1,) * (x.dim() - 2))), x.dim())).to(y.dtype)
+        return _shared(m, x, weight, bias, groups, run)
     units, views = m.samples // own.views, own.views * m.out.factor
     with full_precision(x):
         added = _added(m, bias, units)
@@ -99,6 +102,17 @@ def _kernel(
         y = run(images.flatten(1, 2), values.flatten(0, 1), added, len(values) * groups)
         y = y.unflatten(1, (len(values) * share, -1))[:, :units].transpose(0, 1).flatten(0, 1)
     return y.to(seen_format(x))
+
+
+def _shared(
+    m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, run: Callable[..., Tensor]
+) -> Tensor:
+    """The convolution with one weight for all, and each unit's own bias."""
+    offset = m.own(bias)
+    if offset is None:
+        return run(x, m.value(weight), m.value(bias), groups)
+    y = run(x, m.value(weight), None, groups)
+    return (wide(y) + m.placed(offset.each.unflatten(1, (-1, *(1,) * (x.dim() - 2))), x.dim())).to(y.dtype)
 
 
 def _added(m: Meeting, bias: Tensor | None, units: int) -> Tensor | None:
@@ -131,64 +145,61 @@ def _diagonal(values: Tensor, share: int) -> Tensor:
     return blocks.flatten(3, 4).flatten(1, 2)
 
 
-PIECES = 3  # at most: a GPU's small convolutions take no longer than their launches
+PIECES = 2  # at most: a GPU's small convolutions take no longer than their launches
 
 
-def _patched(m: Meeting, weight: Tensor, geometry: Geometry) -> bool:
-    """Whether a displaced convolution is a product with patches: where weights are written a few units at a time."""
+def _apart(m: Meeting, weight: Tensor, geometry: Geometry) -> Own | None:
+    """Each unit's own weight where θ's part of the convolution and the displacement's are computed apart."""
     own = m.own(weight)
     plain = geometry.groups == 1 and len(geometry.stride) <= 2
-    return own is not None and own.some is not None and plain and not m.tape.dual
+    return own if own is not None and own.direction is not None and plain and not m.tape.dual else None
 
 
-def _by_patches(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """The convolution as a product of each unit's own weight with its patches, a few units at a time."""
-    own = m.own(weight)
-    assert own is not None
-    units = m.samples // own.views
-    with full_precision(x):
-        added = _added(m, bias, units)
-        y: Tensor = _Patched.apply(x, own, added, geometry, units, seen_format(x))  # type: ignore[no-untyped-call]
-    return y
+class _Displacement(torch.autograd.Function):
+    """The convolution of x with c v, a product with patches: [image, channel, *space], in the format of x.
 
-
-class _Patched(torch.autograd.Function):
-    """Y [image, channel, *space] of x; weights are made once more for the backward pass, and none is kept for it."""
+    v is written once more for the backward pass, and nothing is kept for it.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, own: Own, added: Tensor | None, geometry: Geometry, units: int, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, own: Own, geometry: Geometry, units: int) -> Tensor:
         views, out = x.shape[0] // units, _out(x, geometry)
         step = _step(units, geometry, views * out.numel())
         ctx.own, ctx.geometry, ctx.views, ctx.step, ctx.like = own, geometry, views, step, (x.shape, x.dtype)
 
         def piece(images: Tensor, start: int) -> Tensor:
-            stop = start + len(images) // views
-            weights, patches = own.units(start, stop).flatten(2), _patches(wide(images), geometry, views, out)
-            y = weights @ patches if added is None else torch.baddbmm(added[start:stop, :, None], weights, patches)
-            return _images(y.to(dtype), views)
+            v, c = _direction(own, start, start + len(images) // views, x.dtype)
+            y = (v @ _patches(images.to(v.dtype), geometry, views, out)).mul_(c)
+            return _images(y.to(x.dtype), views)
 
         return _pieces(x, step * views, lambda images, row: piece(images, row // views)).unflatten(2, out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
-            return (None,) * 6
+            return (None,) * 4
         (shape, dtype), g, views = ctx.like, ctx.geometry, ctx.views
         line = 2 - len(g.stride)  # torch folds planes only
         plain = ((1, shape[2:]), (1, g.shape[2:]), (1, g.dilation), (0, g.padding), (1, g.stride))
         sizes = [(*(rest,) * line, *size) for rest, size in plain]
 
         def piece(b: Tensor, start: int) -> Tensor:
-            b = wide(b).unflatten(0, (-1, views)).transpose(1, 2).flatten(2)  # [unit, channel, view · position]
-            back = ctx.own.units(start, start + len(b)).flatten(2).mT @ b
+            b = b.unflatten(0, (-1, views)).transpose(1, 2).flatten(2)  # [unit, channel, view · position]
+            v, c = _direction(ctx.own, start, start + len(b), dtype)
+            back = (v.mT @ b.to(v.dtype)).mul_(c)
             return F.fold(_images(back, views), *sizes).to(dtype)
 
         with full_precision(gradients[0]):
             b = gradients[0].flatten(2)
             x = _pieces(b, ctx.step * views, lambda b, row: piece(b, row // views))
-        return (x.reshape(shape), *(None,) * 5)
+        return (x.reshape(shape), *(None,) * 3)
+
+
+def _direction(own: Own, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """v [unit, channel, p] and c [unit, 1, 1] of some units: v in the format of x where that is its own, else wide."""
+    assert own.direction is not None and own.factors is not None
+    v = own.direction(start, stop).flatten(2)
+    return v if v.dtype == dtype else wide(v), own.factors[start:stop, None, None]
 
 
 def _pieces(rows: Tensor, size: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
