@@ -47,11 +47,18 @@ class Pair(Record, Protocol):
         ...
 
 
-def tuned(counted: Form, shape: Any, like: Tensor, random: Callable[[int], Pair | Halved]) -> Form:
+def tuned(
+    counted: Form,
+    shape: Any,
+    like: Tensor,
+    random: Callable[[int], Pair | Halved],
+    clock: Callable[[Any, Name, Tensor], float] | None = None,
+) -> Form:
     """The fastest form for records of this shape, or the counted one where nothing was or can be measured.
 
     ``shape``: all that the time of a sample depends on, formats included; ``like``: a tensor of the pass, [sample, …],
-    which may be fake; ``random(n)``: a record of n samples as a compiled step keeps it.
+    which may be fake; ``random(n)``: a record of n samples as a compiled step keeps it; ``clock``: ``took``, unless a
+    record has one of its own.
     """
     if like.device.type not in DEVICES or len(counted.worth) < 2:
         return counted
@@ -61,7 +68,7 @@ def tuned(counted: Form, shape: Any, like: Tensor, random: Callable[[int], Pair 
         samples = max(LEAST, min(MOST, CUDA_STREAM_FLOATS // (counted.record_floats + counted.written_floats + 1)))
         with _apart(like.device):
             weights = torch.ones(samples, device=like.device)
-            _times[key] = _trial(counted.worth, lambda: random(samples), weights), samples
+            _times[key] = _trial(counted.worth, lambda: random(samples), weights, clock or took), samples
     times, samples = _times.get(key, ({}, 0))
     if not times:
         return counted
@@ -91,11 +98,16 @@ def _apart(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _trial(names: tuple[Name, ...], random: Callable[[], Pair | Halved], weights: Tensor) -> dict[Name, float]:
+def _trial(
+    names: tuple[Name, ...],
+    random: Callable[[], Pair | Halved],
+    weights: Tensor,
+    clock: Callable[[Any, Name, Tensor], float],
+) -> dict[Name, float]:
     times = dict[Name, float]()
     for name in names:
         try:
-            times[name] = took(random(), name, weights)
+            times[name] = clock(random(), name, weights)
         except Exception:  # no memory, no kernel, a compiler's mistake: what a device cannot do is no candidate
             continue
     return times

@@ -12,7 +12,8 @@ term that is summed is w_i times the v_i whose norm was taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeAlias
@@ -399,6 +400,7 @@ class Tile:
     swapped: bool
 
 
+@functools.lru_cache(maxsize=4096)
 def candidates(shape: Shape, size: int) -> list[Tile]:
     """Tiles worth trying for operands of ``size`` bytes, the safest first. Few: each is compiled once per shape."""
     block_o = power(shape.outputs // shape.groups, 16, 128)
@@ -415,6 +417,7 @@ def candidates(shape: Shape, size: int) -> list[Tile]:
     return tiles
 
 
+@functools.lru_cache(maxsize=4096)
 def total_candidates(shape: Shape, size: int) -> list[Tile]:
     """The same for the weighted sum, which holds two accumulators: one unit's product, and the sum."""
     block_o = power(shape.outputs // shape.groups, 16, 128)
@@ -449,11 +452,9 @@ def launch_dense(
 
 
 def _each(x: Tensor, b: Tensor, out: Tensor, shape: Shape, tile: Tile, precision: str, *, write: bool) -> None:
-    options = asdict(tile)
-    warps, stages = options.pop("warps"), options.pop("stages")
     _each_kernel[(x.shape[0] // shape.probes * _programs(shape, tile, write),)](
-        x, b, out, **asdict(shape), **options, held=_held(shape, tile, write), tiles=-(-shape.columns // tile.block_c),
-        out_tiles=_out_tiles(shape, tile), precision=precision, write=write, num_warps=warps, num_stages=stages,
+        x, b, out, **_options(shape, tile), held=_held(shape, tile, write), tiles=-(-shape.columns // tile.block_c),
+        out_tiles=_out_tiles(shape, tile), precision=precision, write=write,
     )  # fmt: skip
 
 
@@ -464,13 +465,18 @@ def launch_total(x: Tensor, b: Tensor, weights: Tensor, shape: Shape, tile: Tile
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     parts = _parts(programs, units, processors)
     out = torch.empty(parts, shape.outputs, shape.columns, dtype=torch.float32, device=x.device)
-    options = asdict(tile)
-    warps, stages = options.pop("warps"), options.pop("stages")
     _total_kernel[(programs * parts,)](
-        x, b, weights, out, units, -(-units // parts), **asdict(shape), **options, tiles=tiles,
-        out_tiles=_out_tiles(shape, tile), precision=precision, num_warps=warps, num_stages=stages,
+        x, b, weights, out, units, -(-units // parts), **_options(shape, tile), tiles=tiles,
+        out_tiles=_out_tiles(shape, tile), precision=precision,
     )  # fmt: skip
     return out.sum(0) if parts > 1 else out[0]
+
+
+@functools.lru_cache(maxsize=4096)  # the host has less time for a launch than the device takes for a small layer
+def _options(shape: Shape, tile: Tile) -> Mapping[str, int]:
+    """Both as the kernels' options."""
+    options = asdict(shape) | asdict(tile)
+    return options | {"num_warps": options.pop("warps"), "num_stages": options.pop("stages")}
 
 
 def _held(shape: Shape, tile: Tile, write: bool) -> bool:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner
-from clipwise.records.kernels.tiles import constexpr, jit, tl, triton
+from clipwise.records.kernels.tiles import constexpr, jit, power, tl, triton
 
-BLOCK = 512  # numbers of a row that a program reads at once, of so many rows
-ROWS = 8
-PROGRAMS = 528  # four for each processor of a large device
+TILE = 4096  # numbers that a program reads at once, of as many rows as that makes
+NARROW, WIDE = 32, 512  # of each row
+PROGRAMS = 1056  # eight for each processor of a large device: what is read must be under way before it is needed
 
 
 def outer_dense(a: Tensor, b: Tensor) -> Tensor:
@@ -83,15 +83,18 @@ def launch_total(rows: Tensor, weights: Tensor | None) -> Tensor:
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     batch, count, size = rows.shape
-    across = -(-size // BLOCK)
-    tiles = -(-count // ROWS)
-    parts = min(tiles, -(-PROGRAMS // (across * batch)))  # of the rows, where the numbers of one fill no device
-    each = -(-tiles // parts) * ROWS
+    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # else a tile would have more rows than there are
+    block = WIDE
+    while block > least and batch * -(-size // block) < PROGRAMS:
+        block //= 2
+    across, tiles = -(-size // block), -(-count // (TILE // block))
+    parts = max(1, min(tiles, PROGRAMS // (across * batch)))  # of the rows, each with a sum of its own
+    each = -(-tiles // parts) * (TILE // block)
     out = torch.empty(batch, parts, size, dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
         _total_kernel[(across, parts, batch)](
             rows, rows if weights is None else weights, out, count, size, each, rows.stride(0), rows.stride(1),
-            weighted=weights is not None, rows_each=ROWS, block=BLOCK, num_warps=4,
+            weighted=weights is not None, rows_each=TILE // block, block=block, num_warps=4,
         )  # fmt: skip
     return out.sum(1) if parts > 1 else out[:, 0]
 

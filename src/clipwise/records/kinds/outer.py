@@ -6,6 +6,7 @@ Gives: Outer; outer_form: how the norm of one would be computed.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,8 +21,12 @@ from clipwise.records.kernels import (
     convolution_total,
     gram_sq_norm,
     outer_dense,
+    outer_gram_sq_norms,
+    outer_totals,
 )
 from clipwise.records.kernels.gram import HALF, aligned
+from clipwise.records.kernels.many import takes
+from clipwise.records.kernels.tiles import milliseconds
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.record import masked, raised, shaped, units, wide, written_format
@@ -201,7 +206,28 @@ def outer_form(
     def random(samples: int) -> Outer | Halved:
         one, other = (tuning.numbers(a, kind, samples, blocks, positions, size) for size, kind in sides)
         record = Outer(one, other, torch.Size([blocks * other.shape[3], one.shape[3]]))
-        return record.halved() if halved else record
+        return record.halved() if halved else record.padded()
 
     found = tuple((size, torch.float16 if halved else kind) for size, kind in sides)
-    return tuning.tuned(form, ("outer", blocks, positions, found), a, random)
+    return tuning.tuned(form, ("outer", blocks, positions, found), a, random, _took)
+
+
+MANY = 8  # layers that a launch is taken to have
+
+
+def _took(record: Outer | Halved, name: planner.Name, weights: Tensor) -> float:
+    """Milliseconds of a layer's part of a step by one form: kernels that take all layers at once are timed with many.
+
+    Alone a layer may fill no large device, and would take several times as long.
+    """
+    outer = record.record if isinstance(record, Halved) else record
+    assert isinstance(outer, Outer)
+    if name == "written" or not by_kernel(outer.a, outer.b.dtype) or not takes(outer.a[:, 0], outer.b[:, 0]):
+        return tuning.took(record, name, weights)
+    copies = max(1, min(MANY, planner.CUDA_STREAM_FLOATS // outer.shape.numel()))
+    a, b = [outer.a[:, 0]] * copies, [outer.b[:, 0]] * copies
+    each = functools.partial(milliseconds, repeats=1, rounds=20)
+    total = each(lambda: outer_totals(a, b, weights.expand(copies, -1))) / copies
+    if name == "gram":
+        return total + each(lambda: outer_gram_sq_norms(a, b)) / copies
+    return total + each(lambda: outer.norm_by(name))

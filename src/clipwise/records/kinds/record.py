@@ -53,7 +53,7 @@ class Record(Protocol):
 
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in float32 or better: sums and norms are never taken in half precision."""
-    return tensor.to(wide_format(tensor.dtype))
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def wide_format(dtype: torch.dtype) -> torch.dtype:
