@@ -348,6 +348,39 @@ def test_other_copies_and_thresholds_do_not_tell_a_sign(other: Any) -> None:
     )
 
 
+def test_what_is_narrowed_of_the_forward_pass_alone_is_narrowed_there_and_nothing_else_moves() -> None:
+    def function(x: Tensor, weight: Tensor) -> Any:
+        a = (x @ weight).tanh()
+        losses = a.square().sum(1)
+        b = (2 * a * torch.ones_like(losses.sum())) @ weight.T  # a backward pass begins at the losses
+        scale = a.abs().amax(1, keepdim=True)
+        one, other = (a / scale).half(), (b / scale).half()
+        return a.norm(dim=1), losses.detach(), [one, other, scale, weight.half()]
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 6), torch.randn(6, 4)
+    graph = make_fx(function, tracing_mode="fake")(x, weight)
+    before = [node.name for node in graph.graph.nodes]
+    changed = lean_module.narrowed_early(graph)
+    changed.graph.lint()
+    order = [node.name for node in changed.graph.nodes]
+    assert sorted(order) == sorted(before)
+    results = changed.graph.output_node().args[0]
+    losses, (one, other, scale, weight_half) = lean_module._named(results[1]), results[2]
+    at = lambda node: order.index(node.name)
+    assert at(one) < at(losses) and at(scale) < at(losses) and at(weight_half) < at(losses) < at(other)
+    wanted = {node.name for node in lean_module._ancestors([one, weight_half])}
+    assert [name for name in order if name not in wanted] == [name for name in before if name not in wanted]
+    for found, expected in zip(tensors(changed(x, weight)), tensors(function(x, weight)), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_graph_without_losses_stays_as_it_is() -> None:
+    graph = make_fx(lambda x: x.half(), tracing_mode="fake")(torch.randn(3))
+    before = [node.name for node in graph.graph.nodes]
+    assert [node.name for node in lean_module.narrowed_early(graph).graph.nodes] == before
+
+
 NOT_CUT = {
     "cut elsewhere": lambda b: F.pad(b, (0, 3))[..., 1:14],
     "cut further": lambda b: F.pad(b, (0, 3))[..., :10],

@@ -47,7 +47,7 @@ def convolution(
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
     run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
-    own = _apart(m, weight, geometry)
+    own = _apart(m, x, weight, geometry)
     if own is None:
         output = _kernel(m, x, weight, bias, groups, run)
     else:
@@ -94,7 +94,7 @@ def _kernel(
         added = None if added is None else added.flatten()
         images = wide(x).unflatten(0, (units, views)).transpose(0, 1)  # [view, unit, channel, …]
         values = own.lent
-        share = _share(values, groups)
+        share = _share(x, values.shape[1:]) if groups == 1 else 1
         if share > 1:
             rest = -units % share
             images, values = _more(images, 1, rest), _diagonal(_more(values, 0, rest), share)
@@ -126,10 +126,9 @@ def _added(m: Meeting, bias: Tensor | None, units: int) -> Tensor | None:
 FULL = 64  # channels; with fewer in a group a GPU's convolution is an order of magnitude slower (measured on an H200)
 
 
-def _share(values: Tensor, groups: int) -> int:
+def _share(x: Tensor, shape: torch.Size) -> int:
     """How many units share a group of a displaced convolution, their weights along its diagonal."""
-    inputs, outputs = values.shape[1:3]
-    return max(1, FULL // max(inputs, outputs)) if values.is_cuda and groups == 1 and min(inputs, outputs) >= 8 else 1
+    return max(1, FULL // max(shape[:2])) if x.is_cuda and min(shape[:2]) >= 8 else 1
 
 
 def _more(tensor: Tensor, dim: int, count: int) -> Tensor:
@@ -148,11 +147,18 @@ def _diagonal(values: Tensor, share: int) -> Tensor:
 PIECES = 2  # at most: a GPU's small convolutions take no longer than their launches
 
 
-def _apart(m: Meeting, weight: Tensor, geometry: Geometry) -> Own | None:
-    """Each unit's own weight where θ's part of the convolution and the displacement's are computed apart."""
+def _apart(m: Meeting, x: Tensor, weight: Tensor, geometry: Geometry) -> Own | None:
+    """Each unit's own weight where θ's part of the convolution and the displacement's are computed apart.
+
+    Not where all units' weights take less memory than their images: then one convolution is faster than patches, unless
+    its channels are too few to share a group.
+    """
     own = m.own(weight)
-    plain = geometry.groups == 1 and len(geometry.stride) <= 2
-    return own if own is not None and own.direction is not None and plain and not m.tape.dual else None
+    if own is None or own.direction is None or geometry.groups > 1 or len(geometry.stride) > 2 or m.tape.dual:
+        return None
+    share = _share(x, weight.shape)
+    images = own.views * (x.shape[1:].numel() + weight.shape[0] * _out(x, geometry).numel())
+    return None if share > 1 and share * weight.numel() < images else own
 
 
 class _Displacement(torch.autograd.Function):
