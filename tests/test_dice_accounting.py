@@ -48,10 +48,9 @@ def releases(memory, c1, c2, groups, own, drawn, others):
     error, sums = zeros(like), []
     for t, gradient in enumerate(own):
         rows = torch.as_tensor(np.stack([gradient, others[t]] if drawn[t] else [others[t]]))
-        residual = zeros(like)
-        private, seen = private_sum(method, like, [written({"w": rows}, like)], residual)
+        private, seen = private_sum(method, like, [written({"w": rows}, like)])
         assert seen.non_finite == 0
-        sent, error = fed_back(method.feedback, error, residual, 1.0, t % groups == groups - 1)
+        sent, error = fed_back(method.feedback, error, private.residual, 1.0, t % groups == groups - 1)
         error = zeros(like) if error is None else error
         sums.append((private.parts[0].value["w"] + sent["w"]).numpy())
     return np.array(sums)

@@ -244,19 +244,18 @@ class Private:
     ) -> tuple[PrivateSum, Event, Gradient | None]:
         """The batch's sum, the event that its release is, and the private state that it leaves."""
         method, feedback, plan = self.method, self.method.feedback, self.dice
-        residual: Gradient | None = {} if feedback is not None else None
         remembered: list[Remembered] = []
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
         with self._secretly(batch.stream):
             private, self.observed = private_sum(
-                method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
+                method, parameters, self._gradients(batch, remembered), most=most, alone=alone
             )
-        if feedback is None or residual is None or plan is None:
+        if feedback is None or private.residual is None or plan is None:
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), self._recalled(remembered)
         place = self._place(plan)
         error = zeros(parameters) if self._hidden is None else self._hidden
-        sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
+        sent, following = fed_back(feedback, error, private.residual, self.expected_batch, place == plan.groups - 1)
         (part,) = private.parts
         torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
         memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0

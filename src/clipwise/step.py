@@ -46,7 +46,6 @@ def private_sum(
     method: Method,
     parameters: Mapping[str, Tensor],
     chunks: Iterable[SampleGradients],
-    residual: Gradient | None = None,
     *,
     most: int = 0,
     alone: bool = False,
@@ -55,13 +54,13 @@ def private_sum(
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
-    ``residual`` gets Σ_i (1 − w_i) v_i added to it, or put into it where it is empty: what clipping cut off.
     ``most``: samples that a chunk may hold, a public constant (``weigh``).
     ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
     total: Gradient = {}
+    residual: Gradient | None = None if method.feedback is None else {}
     count, samples = 0.0, 0
     lost: list[Callable[[], int]] = []
     for gradients in chunks:
@@ -96,7 +95,7 @@ def private_sum(
     if method.count is not None:
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
-    return PrivateSum(tuple(parts)), Observed(samples, tuple(lost))
+    return PrivateSum(tuple(parts), residual=residual), Observed(samples, tuple(lost))
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:
