@@ -1,8 +1,8 @@
 """The engine that a method's probe sees: gradients of a chunk's samples, at the points that it asks for.
 
 Receives: a capture (model and loss), what is public (earlier iterates, the last release, public inputs), and a seed.
-Gives: Here, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine elsewhere;
-one_by_one, for a user's own views.
+Gives: ChunkEngine, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine
+elsewhere; one_by_one, for a user's own views.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ Views: TypeAlias = Callable[[Batch, int, torch.Generator], Batch]
 
 
 @dataclass(frozen=True)
-class Here:
+class ChunkEngine:
     """An engine for one chunk of one step; views and companions follow its seed, so asking again repeats them."""
 
     capture: Capture
@@ -38,9 +38,8 @@ class Here:
     public: Tensor | None = None
     fast: Callable[[Batch], SampleGradients] | None = None  # a compiled capture, for gradients at θ itself
     point: Gradient | None = None  # None: the model's own parameters
-    along: SampleGradients | None = None
-    radius: float = 0.0
-    mode: Literal["plain", "displaced", "curved"] = "plain"
+    along: SampleGradients | None = None  # v_i; None: neither displaced nor curved
+    radius: float | None = None  # of the displacement along v_i; None: H_i v_i
 
     @property
     def parameters(self) -> Gradient:
@@ -53,25 +52,25 @@ class Here:
         with nullcontext() if point is None else swapped(self.capture.model, point):
             if self.along is None:
                 return self.capture(rows) if self.fast is None or point is not None else self.fast(rows)
-            if self.mode == "curved":
+            if self.radius is None:
                 return ascent.curvature(self.capture, rows, self.along)
             return ascent.displaced(self.capture, rows, self.along, self.radius)
 
-    def at(self, parameters: Gradient) -> Here:
+    def at(self, parameters: Gradient) -> ChunkEngine:
         """The same at another point, made of released values only."""
         return replace(self, point=parameters)
 
-    def displaced(self, along: SampleGradients, radius: float) -> Here:
+    def displaced(self, along: SampleGradients, radius: float) -> ChunkEngine:
         """The same at θ + radius · v_i/‖v_i‖."""
         if self.along is not None:
             raise InputError("a displacement of a displacement has no fast form; write bam(…) only once in a method")
-        return replace(self, along=along, radius=radius, mode="displaced")
+        return replace(self, along=along, radius=radius)
 
-    def curved(self, along: SampleGradients) -> Here:
+    def curved(self, along: SampleGradients) -> ChunkEngine:
         """H_i v_i in the place of gradients."""
         if self.along is not None:
             raise InputError("curvature at a displaced point has no fast form; write bam(…) only once in a method")
-        return replace(self, along=along, mode="curved")
+        return replace(self, along=along)
 
     def views(self, rows: Batch, count: int, augment: str) -> Batch:
         """``count`` views of each row, a row's views together; of the batch's first tensor, the others are repeated."""

@@ -25,7 +25,7 @@ from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.dice import planned
 from clipwise.accounting.ledger import totals
 from clipwise.data import RowDataset, Samples
-from clipwise.engine import Here, Views
+from clipwise.engine import ChunkEngine, Views
 from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
@@ -371,7 +371,7 @@ class Private:
         """The data of these samples, on the model's device. Not private."""
         return self._passes.rows(samples)
 
-    def engine(self, samples: Tensor, seed: int) -> Here:
+    def engine(self, samples: Tensor, seed: int) -> ChunkEngine:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 

@@ -36,7 +36,7 @@ from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
 from clipwise.data import Splits
 from clipwise.diagnostics import quality
-from clipwise.engine import Here
+from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
 from clipwise.experiments.experiment import only
 from clipwise.experiments.measures import Curve
@@ -44,7 +44,7 @@ from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
 from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import summary, written
-from clipwise.methods import Method
+from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
 from clipwise.records import Capture, Loss
 from clipwise.report import RunFolder
@@ -173,9 +173,9 @@ class _Study:
         return torch.arange(min(self.experiment.samples or plan.batch, len(splits.train)))
 
     def _private_look(self, splits: Splits, rows: Curve, keys: Tensor, model: nn.Module, method: Method) -> None:
-        rows.append(self._look(model, splits, keys, method, Here(Capture(model, loss_of(splits)), keys)))
+        rows.append(self._look(model, splits, keys, method, ChunkEngine(Capture(model, loss_of(splits)), keys)))
 
-    def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Here) -> dict[str, float]:
+    def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Engine) -> dict[str, float]:
         """What is measured while a run goes on, beside test accuracy."""
         row: dict[str, float] = {}
         if "train" in self.experiment.measures:
@@ -209,7 +209,7 @@ class _Study:
         keys = self._keys(plan, splits)
         rows: Curve = []
 
-        def look(step: int, engine: Callable[[Tensor], Here]) -> None:
+        def look(step: int, engine: Callable[[Tensor], Engine]) -> None:
             if step % every == 0 or step == steps:
                 seen = quality(model, splits.test)
                 rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
@@ -218,7 +218,7 @@ class _Study:
         final, curves = self._end(model, splits)
         if "window" in self.experiment.measures:
             few = rows_of(splits.train, keys, device)
-            found, curves["window"] = measures.window(Here(Capture(model, loss_of(splits)), keys), few, iterates)
+            found, curves["window"] = measures.window(ChunkEngine(Capture(model, loss_of(splits)), keys), few, iterates)
             final |= found
         return summary(rows, final), {"steps": rows, **curves}
 

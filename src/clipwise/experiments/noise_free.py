@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from clipwise.data import Arrays
-from clipwise.engine import Here
-from clipwise.methods import Method
+from clipwise.methods import Engine, Method
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post, identity
 from clipwise.randomness import SeededStream
@@ -30,7 +29,7 @@ from clipwise.types import Batch, Gradient, InputError, whole
 NOT_PRIVATE = "not private: trained without noise, for analysis only"
 CHUNK = 256
 # (steps taken, the engine for these samples) → nothing; called after each step
-Look = Callable[[int, Callable[[Tensor], Here]], None]
+Look = Callable[[int, Callable[[Tensor], Engine]], None]
 
 
 def descend(
