@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, integers, loss, normal, off
-from clipwise.records import Capture, SampleGradients, displacement, oracle, planner, swapped, trainable, written
+from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, planner, swapped, trainable
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
@@ -251,7 +251,7 @@ def test_rows_that_do_not_fit_the_directions_are_an_error() -> None:
     capture, (x,), along = recorded("deep Linear")
     with pytest.raises(InputError, match="4 rows, or a multiple.*got 3"):
         displaced(capture, (x[:3],), along, RADIUS)
-    other = written({"else": torch.ones(SAMPLES, 2)}, {"else": torch.ones(2)})
+    other = from_dense({"else": torch.ones(SAMPLES, 2)}, {"else": torch.ones(2)})
     with pytest.raises(InputError, match="this model's trainable parameters"):
         curvature(capture, (x,), other)
 

@@ -21,7 +21,7 @@ import clipwise as cw
 from clipwise.methods import METHODS, WRAPPERS, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import SampleGradients, written
+from clipwise.records import SampleGradients, from_dense
 from clipwise.step import Rule, private_sum, weigh
 from clipwise.types import InputError, PoissonGaussian, PrivateSum, Refused
 
@@ -79,7 +79,7 @@ SIZES = {name: value.numel() for name, value in LIKE.items()}
 def explicit(rows: Tensor) -> SampleGradients:
     """Samples whose gradients are the rows, [sample, 21]."""
     pieces = rows.split(list(SIZES.values()), 1)
-    return written({n: p.reshape(-1, *LIKE[n].shape) for n, p in zip(LIKE, pieces, strict=True)}, LIKE)
+    return from_dense({n: p.reshape(-1, *LIKE[n].shape) for n, p in zip(LIKE, pieces, strict=True)}, LIKE)
 
 
 def directions(samples: int, seed: int = 0) -> Tensor:
@@ -168,7 +168,7 @@ def test_the_bound_holds_where_squares_are_too_small_for_float32() -> None:
     row = torch.full((1, 1_000_000), 2.6e-23)
     row[0, 0] = 4e-23
     like = {"first.weight": row[0]}
-    private = summed(cw.normalised(1.0), written({"first.weight": row}, like), like=like)
+    private = summed(cw.normalised(1.0), from_dense({"first.weight": row}, like), like=like)
     assert lengths(private)[0] <= 1.0
 
 
@@ -176,7 +176,7 @@ def test_the_bound_holds_for_a_parameter_of_many_million_entries() -> None:
     # float32 accumulators lose what is small beside them
     row = torch.full((1, 1 << 24), 1 / 3)
     like = {"first.weight": row[0]}
-    private = summed(cw.flat(1.0), written({"first.weight": row}, like), like=like)
+    private = summed(cw.flat(1.0), from_dense({"first.weight": row}, like), like=like)
     assert lengths(private)[0] <= 1.0
 
 
@@ -230,7 +230,7 @@ def test_the_sensitivity_is_reached_so_no_bound_is_looser_than_stated(text: str)
         values = {name: torch.zeros(1, *value.shape) for name, value in LIKE.items()}
         for block in blocks:
             values[block.names[0]].view(-1)[0] = factor * block.bound
-        private = summed(method, written(values, LIKE))
+        private = summed(method, from_dense(values, LIKE))
         gradient = [n for n, part in zip(lengths(private), private.parts, strict=True) if not part.is_count]
         reached = max(reached, method.moves * math.hypot(*gradient))
     assert 0.9 * method.sensitivity(tuple(LIKE)) <= reached <= method.sensitivity(tuple(LIKE))
@@ -240,9 +240,9 @@ def test_rounding_while_adding_does_not_multiply_what_one_sample_moves() -> None
     # In float32 the short terms vanish beside a sum above 2^16 and are rounded up below it, and one sample decides
     # on which side the sum is: what the short ones add would then depend on it.
     like = {"w": torch.zeros(1)}
-    long = written({"w": torch.ones(1 << 16, 1)}, like)
-    longer = written({"w": torch.ones((1 << 16) + 1, 1)}, like)
-    short = [written({"w": torch.full((1, 1), -0.003)}, like)] * 1000
+    long = from_dense({"w": torch.ones(1 << 16, 1)}, like)
+    longer = from_dense({"w": torch.ones((1 << 16) + 1, 1)}, like)
+    short = [from_dense({"w": torch.full((1, 1), -0.003)}, like)] * 1000
     one, other = (summed(cw.flat(1.0), first, *short, like=like) for first in (long, longer))
     assert loss_of(one, other) <= 1.0 + 1e-3
 

@@ -26,7 +26,7 @@ from clipwise.accounting.events import discretisation
 from clipwise.methods import Feedback
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import written
+from clipwise.records import from_dense
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import BlockGaussian, InputError, MemoryGaussian, Part, PoissonGaussian, PrivateSum, Refused
 
@@ -48,7 +48,7 @@ def releases(memory, c1, c2, groups, own, drawn, others):
     error, sums = zeros(like), []
     for t, gradient in enumerate(own):
         rows = torch.as_tensor(np.stack([gradient, others[t]] if drawn[t] else [others[t]]))
-        private, seen = private_sum(method, like, [written({"w": rows}, like)])
+        private, seen = private_sum(method, like, [from_dense({"w": rows}, like)])
         assert seen.non_finite == 0
         sent, error = fed_back(method.feedback, error, private.residual, 1.0, t % groups == groups - 1)
         error = zeros(like) if error is None else error

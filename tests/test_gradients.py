@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
 from clipwise.methods import flat as flat_method
-from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
+from clipwise.records import SampleGradients, from_dense, kinds, oracle, per_sample, planner
 from clipwise.records.kernels import gram_sq_norm
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
 from clipwise.records.layers import products
@@ -557,7 +557,7 @@ def test_merging_commutes_with_sums(u: SampleGradients, v: SampleGradients, size
 @given(u=seeds.map(mixed), size=st.sampled_from([2, 3, 6]))
 def test_a_merged_unit_is_the_sum_of_its_samples(u: SampleGradients, size: int) -> None:
     units = {n: v.unflatten(0, (-1, size)).sum(1) for n, v in u.materialise().items()}
-    assert_same(u.merged(size), written(units, u.like), 6.0 * u)
+    assert_same(u.merged(size), from_dense(units, u.like), 6.0 * u)
 
 
 @laws

@@ -23,7 +23,7 @@ from clipwise.data import Arrays
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import descend, holds, known, measures, read
 from clipwise.experiments.experiment import HOME, SCALES
-from clipwise.experiments.results import averaged, summary, written
+from clipwise.experiments.results import averaged, formatted, summary
 from clipwise.losses import squared_error as squared
 from clipwise.methods import METHODS
 from clipwise.records import Capture
@@ -304,9 +304,11 @@ def test_seeds_are_averaged_and_their_deviation_is_kept() -> None:
 
 
 def test_shares_are_written_in_percent_and_other_numbers_are_not() -> None:
-    assert written("train_accuracy", 0.5) == "50.00 %" and written("mean_off_direction_x", 0.5) == "50.00 %"
+    assert formatted("train_accuracy", 0.5) == "50.00 %" and formatted("mean_off_direction_x", 0.5) == "50.00 %"
     assert (
-        written("loss", 0.5) == "0.5" and written("loss", 0.5, signed=True) == "+0.5" and written("loss", None) == "—"
+        formatted("loss", 0.5) == "0.5"
+        and formatted("loss", 0.5, signed=True) == "+0.5"
+        and formatted("loss", None) == "—"
     )
 
 

@@ -31,7 +31,7 @@ from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
+from clipwise.records import Capture, Loss, SampleGradients, from_dense, trainable, widest
 from clipwise.records.chance import generators, kept, seeded
 from clipwise.records.checks import modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
@@ -413,7 +413,7 @@ class Private:
             now = {name: rate * g + (1 - rate) * self.hidden[name][piece.to(g.device)] for name, g in now.items()}
         # a sample that is not finite begins again: it must not carry that on
         remembered.append((piece, {name: torch.nan_to_num(g, 0.0, 0.0, 0.0) for name, g in now.items()}))
-        return written(now, gradients.like)
+        return from_dense(now, gradients.like)
 
     def _recalled(self, remembered: list[Remembered]) -> Gradient | None:
         if not remembered:

@@ -43,7 +43,7 @@ from clipwise.experiments.measures import Curve
 from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
 from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
-from clipwise.experiments.results import summary, written
+from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
 from clipwise.records import Capture, Loss
@@ -327,7 +327,7 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
         cells = [
             _with_spread(line.quantity, line.measured, line.measured_spread),
             _with_spread(line.quantity, line.paper, line.paper_spread),
-            written(line.quantity, line.difference, signed=True),
+            formatted(line.quantity, line.difference, signed=True),
         ]
         name = Text("" if line.run == before else line.run)
         table.add_row(name, line.quantity, *cells[: 2 if experiment.reduced else 3])
@@ -363,5 +363,5 @@ def _notes(study: _Study, results: list[Result]) -> list[str]:
 
 
 def _with_spread(quantity: str, value: float | None, spread: float | None) -> str:
-    text = written(quantity, value)
-    return text if spread is None else f"{text.removesuffix(' %')} ± {written(quantity, spread)}"
+    text = formatted(quantity, value)
+    return text if spread is None else f"{text.removesuffix(' %')} ± {formatted(quantity, spread)}"

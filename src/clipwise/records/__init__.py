@@ -8,7 +8,7 @@ layers and composites (each operation), kinds (the records), gradients (their al
 """
 
 from clipwise.records.capture import Capture, Loss, batch_size, per_sample, swapped, traced, trainable
-from clipwise.records.gradients import Groups, SampleGradients, widest, written
+from clipwise.records.gradients import Groups, SampleGradients, from_dense, widest
 
 __all__ = [
     "Capture",
@@ -16,10 +16,10 @@ __all__ = [
     "Loss",
     "SampleGradients",
     "batch_size",
+    "from_dense",
     "per_sample",
     "swapped",
     "traced",
     "trainable",
     "widest",
-    "written",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.displacement import Own
-from clipwise.records.follow import Compare, PathChanged, Plan, Record, Scout
+from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
 from clipwise.records.tape import mapped, tensors
@@ -103,12 +103,12 @@ def recorded(
     """
     samples = batch_size(batch)
     with torch.enable_grad():
-        with Record(parameters, plan, samples, owns, dual) as record:
+        with Recorder(parameters, plan, samples, owns, dual) as recorder:
             losses = loss(model, batch)
         check_losses(losses, samples)
-        records = record.tape.finish(losses if only is None else losses[only : only + 1], parameters)
+        records = recorder.tape.finish(losses if only is None else losses[only : only + 1], parameters)
     joint = {name: joined(records[name]) for name in parameters if name in records}
-    return SampleGradients(joint, parameters, samples, losses.detach(), tuple(record.tape.sites))
+    return SampleGradients(joint, parameters, samples, losses.detach(), tuple(recorder.tape.sites))
 
 
 def scouted(

@@ -18,7 +18,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
 from clipwise.records.chance import generators, kept, seeded, still
-from clipwise.records.gradients import SampleGradients, written
+from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
@@ -139,7 +139,7 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
         pairs = zip(own, parameters.values(), strict=True)
         found.append([torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs])
     each = (torch.stack(rows) for rows in zip(*found, strict=True))
-    return written(dict(zip(parameters, each, strict=True)), parameters)
+    return from_dense(dict(zip(parameters, each, strict=True)), parameters)
 
 
 def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:

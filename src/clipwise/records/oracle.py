@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipwise.records.capture import Loss, batch_size, check_losses, trainable
-from clipwise.records.gradients import SampleGradients, written
+from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.tape import mapped
 from clipwise.records.tf32 import without_cudnn
 from clipwise.types import Batch, Gradient
@@ -105,7 +105,7 @@ def _stacked(of: Callable[[int, Batch], Gradient], model: nn.Module, batch: Batc
     with without_cudnn():
         found = [of(i, mapped(batch, functools.partial(_row, index=i))) for i in range(batch_size(batch))]
     if not found:
-        return written({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
+        return from_dense({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
     # a sparse embedding's gradient is sparse
     each = {name: torch.stack([g[name].to_dense() for g in found]) for name in parameters}
-    return written(each, parameters)
+    return from_dense(each, parameters)

@@ -62,7 +62,7 @@ class Call:
     function: Callable[..., Any]
     arguments: tuple[Rows | None, ...]
     outputs: tuple[Rows | None, ...]
-    written: bool = False  # the model writes into its outputs afterwards, as nn.ReLU(inplace=True) does
+    overwritten: bool = False  # the model writes into its outputs afterwards, as nn.ReLU(inplace=True) does
 
     @property
     def label(self) -> str:
