@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from clipwise.data.views import draws, views
 from clipwise.records import Capture, SampleGradients, ascent, batch_size, swapped, trainable
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped, row, tensors
 from clipwise.types import Batch, Gradient, InputError
 
 # (rows, count, generator) → count views of each row, a row's views together
@@ -100,10 +99,6 @@ class ChunkEngine:
         return self.keys if len(self.keys) == rows else self.keys.repeat_interleave(rows // len(self.keys))
 
 
-def _row(place: int, rows: Tensor) -> Tensor:
-    return rows[place : place + 1] if rows.dim() else rows
-
-
 def one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
     """The user's function given one row at a time, with a generator for that row alone.
 
@@ -116,8 +111,7 @@ def one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
         keys = draws(samples, batch_size(rows) // len(samples), seed).flatten().tolist()  # a row may be itself a view
         made = []
         for i, key in enumerate(keys):
-            row = mapped(rows, partial(_row, i))
-            made.append(views(row, count, generator.manual_seed(key)))
+            made.append(views(row(rows, i), count, generator.manual_seed(key)))
             if batch_size(made[-1]) != count:
                 raise InputError(f"views must give the {count} views of a row, got {batch_size(made[-1])} rows")
         columns = (

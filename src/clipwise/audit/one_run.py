@@ -75,7 +75,6 @@ def watched(private: Private, canaries: Batch, known: int) -> Array:
     everybody else, too. Canaries' gradients are alike, so each release is solved for all of them at once (ridge).
     """
     parameters = trainable(private.model)
-    device = next(iter(parameters.values())).device
     # a canary takes part with probability q/2: noise variance over that of its part is what ridge asks for
     part = private.sampling_rate / 2
     ridge = private.noise_multiplier**2 / (part * (1 - part))
@@ -100,7 +99,7 @@ def watched(private: Private, canaries: Batch, known: int) -> Array:
             directions.append(math.sqrt(block.share) * along)
             seen.append(torch.cat(rest).to(along.dtype))
         v = torch.cat(directions, 1)
-        gram = (v @ v.T).double() + ridge * torch.eye(len(v), dtype=torch.float64, device=device)
+        gram = (v @ v.T).double() + ridge * torch.eye(len(v), dtype=torch.float64, device=v.device)
         total += torch.linalg.solve(gram, (v @ torch.cat(seen)).double()).cpu()
     return total.numpy()
 

@@ -46,7 +46,7 @@ from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
-from clipwise.records import Capture, Loss
+from clipwise.records import Capture, Loss, device_of
 from clipwise.report import RunFolder
 from clipwise.types import InputError, Refused, whole
 
@@ -182,9 +182,8 @@ class _Study:
             seen = quality(model, splits.train.take(keys))
             row |= {f"train_{name}": value for name, value in seen.items()}
         if "gradients" in self.experiment.measures:
-            device = next(model.parameters()).device
             with torch.random.fork_rng(devices=[]):
-                few = rows_of(splits.train, keys, device)
+                few = rows_of(splits.train, keys, device_of(model))
                 row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
         return row
 
@@ -202,8 +201,7 @@ class _Study:
 
     def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
         model = network(plan, splits).model  # a run without noise takes no public inputs
-        device = next(model.parameters()).device
-        splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
+        splits = splits.to(device_of(model))
         method, steps = methods.parse(plan.method), steps_of(plan, len(splits.train))
         every = measured_every(plan, steps)
         keys = self._keys(plan, splits)
@@ -217,7 +215,7 @@ class _Study:
         iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
         final, curves = self._end(model, splits)
         if "window" in self.experiment.measures:
-            few = rows_of(splits.train, keys, device)
+            few = splits.train.rows(keys)
             found, curves["window"] = measures.window(ChunkEngine(Capture(model, loss_of(splits)), keys), few, iterates)
             final |= found
         return summary(rows, final), {"steps": rows, **curves}

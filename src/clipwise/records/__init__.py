@@ -7,7 +7,7 @@ To read in this order: capture (the two passes), follow (how a model is watched)
 layers and composites (each operation), kinds (the records), gradients (their algebra), planner (the cheapest form).
 """
 
-from clipwise.records.capture import Capture, Loss, batch_size, per_sample, swapped, traced, trainable
+from clipwise.records.capture import Capture, Loss, batch_size, device_of, per_sample, swapped, traced, trainable
 from clipwise.records.gradients import Groups, SampleGradients, from_dense, widest
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Loss",
     "SampleGradients",
     "batch_size",
+    "device_of",
     "from_dense",
     "per_sample",
     "swapped",

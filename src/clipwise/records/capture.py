@@ -30,6 +30,11 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is: all of it on one device."""
+    return next(model.parameters()).device
+
+
 @dataclass
 class Capture:
     """Per-sample gradients of one model and loss; it remembers the plan of each batch shape that it has seen."""

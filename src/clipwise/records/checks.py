@@ -20,7 +20,7 @@ from clipwise.records.capture import Capture, Loss, batch_size, check_losses, tr
 from clipwise.records.chance import generators, kept, seeded, still
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped, row, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, InputError, Refused
 
@@ -133,7 +133,7 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
     parameters, found = trainable(model), list[list[Tensor]]()
     for i in range(batch_size(batch)):
         with unmoved(model), without_cudnn(), torch.enable_grad():
-            losses = loss(model, mapped(batch, lambda t: t[i : i + 1] if t.dim() else t))  # noqa: B023
+            losses = loss(model, row(batch, i))
             check_losses(losses, 1)
             own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
         pairs = zip(own, parameters.values(), strict=True)

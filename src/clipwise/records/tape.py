@@ -260,6 +260,11 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     return _rebuilt(tree, lambda part: mapped(part, function))
 
 
+def row(batch: Any, index: int) -> Any:
+    """One row of a batch, as a batch of its own."""
+    return mapped(batch, lambda t: t[index : index + 1] if t.dim() else t)
+
+
 def _rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
     """A list, tuple or mapping of changed parts; anything else as it is."""
     if isinstance(tree, (list, tuple)):
