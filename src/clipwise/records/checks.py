@@ -290,10 +290,10 @@ def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str,
 
 def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to."""
-    return {name: value.detach().clone() for name, value in _held(model).items()}
+    return {name: value.detach().clone() for name, value in _writable(model).items()}
 
 
-def _held(model: nn.Module) -> dict[str, Tensor]:
+def _writable(model: nn.Module) -> dict[str, Tensor]:
     """All that a forward pass could write to."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
@@ -418,6 +418,6 @@ def _put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for name, value in _held(model).items():  # now: a module may have put another tensor into its place
+            for name, value in _writable(model).items():  # now: a module may have put another tensor into its place
                 if name in before:
                     value.copy_(before[name])
