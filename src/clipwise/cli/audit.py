@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from clipwise import methods
 from clipwise.accounting import Ledger
 from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, registered, shadow_attack, watched
-from clipwise.audit.one_run import verdict
+from clipwise.audit.one_run import bound_of
 from clipwise.audit.verdict import WHOLE_RUNS, row
 from clipwise.cli import Finding
 from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_threads
@@ -188,7 +188,7 @@ class _Again:
         )
         device = device_of(private.model)
         total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
-        bound = verdict(total, included.numpy(), delta=plan.delta, confidence=confidence)
+        bound = bound_of(total, included.numpy(), delta=plan.delta, confidence=confidence)
         detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
         return row(
             methods.parse(self._run.statement["method"]), "one run (retrained)", private.epsilon(), bound, detail
