@@ -1,7 +1,8 @@
 """The path of a gradient, on one page: per-sample gradients → weights → one bounded sum → noise → a public gradient.
 
 Receives: a method, and per-sample gradients chunk by chunk.
-Gives: the private sum; ``noise.release`` makes it public, over the expected batch.
+Gives: the private sum; ``noise.release`` makes it public, over the expected batch. What methods with private state
+carry from step to step: fed_back, and Momenta.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipwise.methods import Block, Feedback, Method
-from clipwise.records import SampleGradients
+from clipwise.records import SampleGradients, from_dense
 from clipwise.types import Gradient, InputError, Part, PrivateSum
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
@@ -146,6 +147,31 @@ def fed_back(
     # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
     following = torch._foreach_addcmul([residual[name] for name in names], errors, [kept] * len(errors))
     return sent, dict(zip(names, following, strict=True))
+
+
+@dataclass
+class Momenta:
+    """One momentum for each sample, m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7), over one full batch."""
+
+    rate: float  # γ
+    before: Gradient | None  # m_i after the step before, [sample, …]; None before the first
+    _now: list[tuple[Tensor, Gradient]] = field(default_factory=list)  # samples and their m_i, chunk by chunk
+
+    def averaged(self, gradients: SampleGradients, samples: Tensor) -> SampleGradients:
+        """A chunk's m_i in the place of its g_i."""
+        now, rate, before = gradients.materialise(), self.rate, self.before
+        if before is not None:
+            now = {name: rate * g + (1 - rate) * before[name][samples.to(g.device)] for name, g in now.items()}
+        # a sample that is not finite begins again: it must not carry that on
+        self._now.append((samples, {name: torch.nan_to_num(g, 0.0, 0.0, 0.0) for name, g in now.items()}))
+        return from_dense(now, gradients.like)
+
+    def following(self) -> Gradient | None:
+        """What the next step begins with, when all chunks are through: in the order of the samples' numbers."""
+        if not self._now:
+            return self.before
+        order = torch.cat([samples for samples, _ in self._now]).argsort()
+        return {name: torch.cat([part[name] for _, part in self._now])[order] for name in self._now[0][1]}
 
 
 def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
