@@ -33,7 +33,7 @@ from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
 from clipwise.records.chance import generators, kept, seeded
-from clipwise.records.checks import modes, refuse_modules, restored
+from clipwise.records.checks import Modes, modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
@@ -131,8 +131,8 @@ class Private:
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
         self._first_method = self._methods_used = str(method)
         self._stepping, self._earlier = False, earlier
-        self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
-        self._draws: dict[tuple[tuple[type, bool], ...], bool] = {}  # by mode, whether a step draws at random
+        self._tested: set[Modes] = set()  # the model's modes that were self-tested
+        self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._warned_of_lost = False
         self._warned_of = TRAINED.get(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
@@ -232,7 +232,8 @@ class Private:
         self._hidden, self._taken = following, self._taken + 1
         self._follow(method.next(released, units))
         TRAINED[self.model] = self.ledger
-        past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
+        here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
+        past = (here, *self.state.past)[: method.past]
         filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
         self._state = PublicState(past, released.gradient, filtered)
         self._update(parameters, update)
@@ -398,9 +399,6 @@ class Private:
         for samples, gradients in self._passes.gradients(self.method, self._indices, batch.stream, self.state):
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
-
-    def _parameters(self) -> Gradient:
-        return {name: p.detach().clone() for name, p in trainable(self.model).items()}
 
     def _warn_of_lost(self) -> None:
         """Warn of a step to which no sample added anything; to ask a GPU is to wait for it, so only now and then."""

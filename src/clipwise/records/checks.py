@@ -169,7 +169,10 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
 
 
-def modes(model: nn.Module) -> tuple[tuple[type, bool], ...]:
+Modes = tuple[tuple[type, bool], ...]
+
+
+def modes(model: nn.Module) -> Modes:
     """Which modules there are, and which are in training mode: in another mode a model may be another function."""
     return tuple((type(module), module.training) for module in model.modules())
 
