@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import CASES, SAMPLES, Parts, integers, loss, normal, off
+from cases import CASES, SAMPLES, Largest, Parts, integers, loss, normal, off
 from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, planner, swapped, trainable
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
@@ -388,21 +387,6 @@ def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
 
 
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(t, Tensor):
-                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
-        return result
 
 
 def test_no_weight_is_written_for_each_sample_where_pairs_are_cheaper() -> None:
