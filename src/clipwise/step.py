@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clipwise.methods import Block, Feedback, Method
+from clipwise.methods import Block, Count, Feedback, Method
 from clipwise.records import SampleGradients, from_dense
 from clipwise.types import Gradient, InputError, Part, PrivateSum
 
@@ -82,10 +82,7 @@ def private_sum(
             finite = norms.isfinite().all(1, keepdim=True)
             _add(gradients.weighted_sum(torch.where(finite, 1 - weights, 0.0), groups), residual)
         if method.count is not None:
-            finite = norms.isfinite().all(1)
-            values = method.count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
-            values = values.clamp(-0.5, 0.5)  # whatever the method says
-            count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
+            count += _counted(method.count, norms)
         samples += gradients.samples
         lost.append(infinite)
     for added in (total, residual):
@@ -97,6 +94,14 @@ def private_sum(
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts), residual=residual), Observed(samples, tuple(lost))
+
+
+def _counted(count: Count, norms: Tensor) -> float:
+    """What a chunk with these norms [sample, block] adds to the count: nothing for a sample that is not finite."""
+    finite = norms.isfinite().all(1)
+    values = count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
+    values = values.clamp(-0.5, 0.5)  # whatever the method says
+    return float(torch.where(finite & values.isfinite(), values, 0.0).sum())
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:
