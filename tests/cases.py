@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipwise.records import SampleGradients, oracle, per_sample, trainable
 from clipwise.types import Gradient
@@ -679,3 +680,18 @@ def groups(names: Sequence[str]) -> list[list[str]]:
 def direction(like: Gradient) -> Gradient:
     generator = torch.Generator().manual_seed(2)
     return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64) for n, p in like.items()}
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the size of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return result

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import CASES, SAMPLES, Parts, integers, loss, normal, off
-from clipwise.records import Capture, SampleGradients, displacement, oracle, planner, swapped, trainable, written
+from cases import CASES, SAMPLES, Largest, Parts, integers, loss, normal, off
+from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, planner, swapped, trainable
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
@@ -251,7 +250,7 @@ def test_rows_that_do_not_fit_the_directions_are_an_error() -> None:
     capture, (x,), along = recorded("deep Linear")
     with pytest.raises(InputError, match="4 rows, or a multiple.*got 3"):
         displaced(capture, (x[:3],), along, RADIUS)
-    other = written({"else": torch.ones(SAMPLES, 2)}, {"else": torch.ones(2)})
+    other = from_dense({"else": torch.ones(SAMPLES, 2)}, {"else": torch.ones(2)})
     with pytest.raises(InputError, match="this model's trainable parameters"):
         curvature(capture, (x,), other)
 
@@ -390,21 +389,6 @@ def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
 
 
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(t, Tensor):
-                self.numel = max(self.numel, t.untyped_storage().nbytes() // t.element_size())
-        return result
 
 
 def test_no_weight_is_written_for_each_sample_where_pairs_are_cheaper() -> None:

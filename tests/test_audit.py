@@ -26,7 +26,7 @@ from clipwise.cli import main
 from clipwise.config import AuditConfig
 from clipwise.methods import METHODS, parse
 from clipwise.models import Accompanied
-from clipwise.records import written
+from clipwise.records import from_dense
 from clipwise.report.answer import rows as rows_of
 from clipwise.step import private_sum
 from clipwise.types import InputError
@@ -87,7 +87,7 @@ def test_global_clipping_keeps_what_is_just_below_its_threshold_and_nothing_of_w
     for length in (2.0 * (1 - 1e-6), 2.0 * (1 + 1e-6), 2e6):
         row = torch.zeros(1, 3, dtype=torch.float64)
         row[0, 1] = length
-        private, _ = private_sum(parse("global_(2.0)"), like, [written({"w": row}, like)])
+        private, _ = private_sum(parse("global_(2.0)"), like, [from_dense({"w": row}, like)])
         kept[length] = float(private.parts[0].value["w"].norm())
     assert list(kept.values()) == [pytest.approx(2.0, rel=1e-4), 0.0, 0.0]
 

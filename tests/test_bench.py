@@ -139,7 +139,17 @@ def test_columns_take_turns_with_garbage_collection_off(monkeypatch: pytest.Monk
     assert gc.isenabled()
 
 
-def test_the_table_holds_times_memory_and_ratios_to_plain() -> None:
+def measure_memory_of(column: str, patch: pytest.MonkeyPatch) -> None:
+    """Of this column alone, since each takes a process of its own; that of the others is made up."""
+
+    def peak(row: str, own: str, batch: int, threads: int) -> float | str:
+        return peak_megabytes(row, own, batch, threads) if own == column else 100.0
+
+    patch.setattr("clipwise.bench.run.peak_megabytes", peak)
+
+
+def test_the_table_holds_times_memory_and_ratios_to_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_memory_of("vmap", monkeypatch)
     table = bench(["mnist_cnn"], ["vmap"], rounds=3, batch=2)
     (row,) = table.rows
     plain, private = row.cells
@@ -148,6 +158,7 @@ def test_the_table_holds_times_memory_and_ratios_to_plain() -> None:
     assert private.milliseconds == sorted(private.rounds)[1]
     assert private.ratio == pytest.approx(private.milliseconds / plain.milliseconds)
     assert private.megabytes > 0 and private.missing is None
+    assert private.memory_ratio == pytest.approx(private.megabytes / 100)
     assert table.threads == torch.get_num_threads()
     assert f"{private.ratio:.2f}× (memory" in as_text(table) and "milliseconds and megabytes" in as_text(table)
 
@@ -160,16 +171,12 @@ def test_a_table_measured_on_a_busy_machine_says_so() -> None:
     assert "Do not trust lstm/vmap: the machine was busy" in as_text(table)
 
 
-def test_peak_memory_is_the_steps_own_and_not_its_parents() -> None:
+def test_peak_memory_is_the_steps_own_and_not_its_parents_and_grows_with_the_batch() -> None:
     ballast = torch.ones(75_000_000)  # 300 MB
-    peak = peak_megabytes("mnist_cnn", "plain", 2, 1)
-    assert isinstance(peak, float) and 0 < peak < 150
-    del ballast
-
-
-def test_peak_memory_grows_with_the_batch() -> None:
     small, large = (peak_megabytes("mnist_cnn", "plain", batch, 1) for batch in (2, 1024))
-    assert large > small + 30
+    assert isinstance(small, float) and 0 < small < 150
+    assert isinstance(large, float) and large > small + 30
+    del ballast
 
 
 def test_a_peer_that_fails_leaves_a_dash_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,13 +268,14 @@ def test_the_compiled_column_makes_the_eager_column_s_step(monkeypatch: pytest.M
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_methods_are_compared_with_flat_and_with_what_they_should_cost() -> None:
+def test_methods_are_compared_with_flat_and_with_what_they_should_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_memory_of("method bam(flat())", monkeypatch)
     table = bench(["mnist_cnn"], rounds=1, batch=3, methods=["psac(clip_norm=0.5)", "bam(flat())"])
     plain, flat, psac, bam = table.rows[0].cells
     assert [plain.column, flat.column, psac.column] == ["plain", "method flat", "method psac(clip_norm=0.5)"]
     assert all(cell.missing is None and (cell.megabytes or 0) > 0 for cell in (flat, psac, bam))
     assert flat.ratio == 1 and psac.ratio == pytest.approx(psac.milliseconds / flat.milliseconds)
-    assert bam.memory_ratio == pytest.approx(bam.megabytes / flat.megabytes)
+    assert bam.memory_ratio == pytest.approx(bam.megabytes / flat.megabytes) and psac.megabytes == 100 != bam.megabytes
     assert (psac.target, bam.target, bam.memory_target) == (None, 2.5, 2.0)
     shown = as_text(replace(table, rows=(replace(table.rows[0], cells=(flat, replace(bam, ratio=2.6))),)))
     assert "| flat | bam(flat()) |" in shown and "| 2.60× > 2.5; memory" in shown

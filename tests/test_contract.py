@@ -8,7 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +21,7 @@ import clipwise as cw
 from clipwise.methods import METHODS, WRAPPERS, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import SampleGradients, written
+from clipwise.records import SampleGradients, from_dense
 from clipwise.step import Rule, private_sum, weigh
 from clipwise.types import InputError, PoissonGaussian, PrivateSum, Refused
 
@@ -79,7 +79,7 @@ SIZES = {name: value.numel() for name, value in LIKE.items()}
 def explicit(rows: Tensor) -> SampleGradients:
     """Samples whose gradients are the rows, [sample, 21]."""
     pieces = rows.split(list(SIZES.values()), 1)
-    return written({n: p.reshape(-1, *LIKE[n].shape) for n, p in zip(LIKE, pieces, strict=True)}, LIKE)
+    return from_dense({n: p.reshape(-1, *LIKE[n].shape) for n, p in zip(LIKE, pieces, strict=True)}, LIKE)
 
 
 def directions(samples: int, seed: int = 0) -> Tensor:
@@ -168,7 +168,7 @@ def test_the_bound_holds_where_squares_are_too_small_for_float32() -> None:
     row = torch.full((1, 1_000_000), 2.6e-23)
     row[0, 0] = 4e-23
     like = {"first.weight": row[0]}
-    private = summed(cw.normalised(1.0), written({"first.weight": row}, like), like=like)
+    private = summed(cw.normalised(1.0), from_dense({"first.weight": row}, like), like=like)
     assert lengths(private)[0] <= 1.0
 
 
@@ -176,7 +176,7 @@ def test_the_bound_holds_for_a_parameter_of_many_million_entries() -> None:
     # float32 accumulators lose what is small beside them
     row = torch.full((1, 1 << 24), 1 / 3)
     like = {"first.weight": row[0]}
-    private = summed(cw.flat(1.0), written({"first.weight": row}, like), like=like)
+    private = summed(cw.flat(1.0), from_dense({"first.weight": row}, like), like=like)
     assert lengths(private)[0] <= 1.0
 
 
@@ -230,7 +230,7 @@ def test_the_sensitivity_is_reached_so_no_bound_is_looser_than_stated(text: str)
         values = {name: torch.zeros(1, *value.shape) for name, value in LIKE.items()}
         for block in blocks:
             values[block.names[0]].view(-1)[0] = factor * block.bound
-        private = summed(method, written(values, LIKE))
+        private = summed(method, from_dense(values, LIKE))
         gradient = [n for n, part in zip(lengths(private), private.parts, strict=True) if not part.is_count]
         reached = max(reached, method.moves * math.hypot(*gradient))
     assert 0.9 * method.sensitivity(tuple(LIKE)) <= reached <= method.sensitivity(tuple(LIKE))
@@ -240,9 +240,9 @@ def test_rounding_while_adding_does_not_multiply_what_one_sample_moves() -> None
     # In float32 the short terms vanish beside a sum above 2^16 and are rounded up below it, and one sample decides
     # on which side the sum is: what the short ones add would then depend on it.
     like = {"w": torch.zeros(1)}
-    long = written({"w": torch.ones(1 << 16, 1)}, like)
-    longer = written({"w": torch.ones((1 << 16) + 1, 1)}, like)
-    short = [written({"w": torch.full((1, 1), -0.003)}, like)] * 1000
+    long = from_dense({"w": torch.ones(1 << 16, 1)}, like)
+    longer = from_dense({"w": torch.ones((1 << 16) + 1, 1)}, like)
+    short = [from_dense({"w": torch.full((1, 1), -0.003)}, like)] * 1000
     one, other = (summed(cw.flat(1.0), first, *short, like=like) for first in (long, longer))
     assert loss_of(one, other) <= 1.0 + 1e-3
 
@@ -584,47 +584,54 @@ def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(inputs), labels, reduction="none") * factors
 
 
-def made(case: str, factors: list[float], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+@cache  # no method changes them, and all are asked about the same
+def gradients_of(
+    case: str, factors: tuple[float, ...], keep: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> SampleGradients:
+    """Those of the samples ``keep`` of as many as there are factors."""
     torch.manual_seed(0)
     model = CASES[case].model().to(torch.float64).to(dtype)
     generator = torch.Generator().manual_seed(1)
     inputs = CASES[case].inputs(len(factors), generator)
     labels = torch.randint(0, 3, (len(factors),), generator=generator)
     inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    return model, (inputs, labels, torch.tensor(factors, dtype=dtype))
+    batch = (inputs, labels, torch.tensor(factors, dtype=dtype))
+    return cw.per_sample(model, scaled_loss, tuple(t[list(keep)] for t in batch))
 
 
-def rows_of(batch: Any, keep: list[int]) -> Any:
-    return tuple(t[keep] for t in batch)
+def model_sum(
+    method: cw.Method,
+    case: str,
+    factors: tuple[float, ...],
+    *chunks: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+) -> PrivateSum:
+    found = [gradients_of(case, factors, keep, dtype) for keep in chunks or [tuple(range(len(factors)))]]
+    return summed(method, *found, like=found[0].like)
 
 
-def model_sum(method: cw.Method, model: nn.Module, *batches: Any) -> PrivateSum:
-    parameters = dict(model.named_parameters())
-    return summed(method, *(cw.per_sample(model, scaled_loss, batch) for batch in batches), like=parameters)
-
-
-FACTORS = [0.0, 1e-30, 1e-22, 1e-6, 0.1, 1.0, 7.0, 1e4, 1e15, 1e30]
+FACTORS = (0.0, 1e-30, 1e-22, 1e-6, 0.1, 1.0, 7.0, 1e4, 1e15, 1e30)
 
 
 @every_case
 @some_methods
 def test_a_model_s_samples_keep_bound_and_sensitivity(case: str, text: str) -> None:
-    method, (model, batch) = parse(text), made(case, FACTORS)
-    whole = model_sum(method, model, batch)
-    everyone = list(range(len(FACTORS)))
+    method, everyone = parse(text), range(len(FACTORS))
+    whole = model_sum(method, case, FACTORS)
     for i in everyone:
-        alone = model_sum(method, model, rows_of(batch, [i]))
+        alone = model_sum(method, case, FACTORS, (i,))
         assert all(length <= part.bound for length, part in zip(lengths(alone), alone.parts, strict=True))
-        assert loss_of(whole, model_sum(method, model, rows_of(batch, [j for j in everyone if j != i]))) <= 1.0 + 1e-6
+        others = model_sum(method, case, FACTORS, tuple(j for j in everyone if j != i))
+        assert loss_of(whole, others) <= 1.0 + 1e-6
 
 
 @every_case
 @some_methods
 def test_a_model_s_non_finite_sample_adds_nothing(case: str, text: str) -> None:
-    method, (model, batch) = parse(text), made(case, [1.0, math.nan, 2.0, math.inf])
-    parameters = dict(model.named_parameters())
-    private, seen = private_sum(method, parameters, [cw.per_sample(model, scaled_loss, batch)])
-    rest = model_sum(method, model, rows_of(batch, [0, 2]))
+    method, factors = parse(text), (1.0, math.nan, 2.0, math.inf)
+    gradients = gradients_of(case, factors, (0, 1, 2, 3))
+    private, seen = private_sum(method, gradients.like, [gradients])
+    rest = model_sum(method, case, factors, (0, 2))
     assert seen.non_finite == 2
     torch.testing.assert_close(values(private), values(rest), rtol=1e-5, atol=1e-6 * method.bound)
 
@@ -632,27 +639,25 @@ def test_a_model_s_non_finite_sample_adds_nothing(case: str, text: str) -> None:
 @every_case
 @some_methods
 def test_a_model_s_sum_does_not_depend_on_order_or_chunks(case: str, text: str) -> None:
-    method, (model, batch) = parse(text), made(case, [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0])
-    whole = values(model_sum(method, model, batch))
-    pieces = [rows_of(batch, keep) for keep in ([6], [], [5, 0, 3], [4, 1], [2])]
-    torch.testing.assert_close(values(model_sum(method, model, *pieces)), whole, rtol=1e-4, atol=1e-5 * method.bound)
+    method, factors = parse(text), (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    whole = values(model_sum(method, case, factors))
+    pieces = values(model_sum(method, case, factors, (6,), (), (5, 0, 3), (4, 1), (2,)))
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5 * method.bound)
 
 
 @every_case
 @some_methods
 def test_float32_is_close_to_float64(case: str, text: str) -> None:
-    method, factors = parse(text), [0.01, 0.3, 1.0, 5.0, 40.0]
-    single, double = (
-        values(model_sum(method, *made(case, factors, dtype))) for dtype in (torch.float32, torch.float64)
-    )
+    method, factors = parse(text), (0.01, 0.3, 1.0, 5.0, 40.0)
+    single, double = (values(model_sum(method, case, factors, dtype=dtype)) for dtype in (torch.float32, torch.float64))
     torch.testing.assert_close(single, double, rtol=1e-3, atol=1e-4 * method.bound)
 
 
 @every_case
 @pytest.mark.parametrize("text", ["flat(0.5)", "normalised(0.5)", "psac(0.5)", "layerwise(flat(0.5))"])
 def test_a_model_in_bfloat16_keeps_the_bound_for_what_is_summed(case: str, text: str) -> None:
-    method, (model, batch) = parse(text), made(case, [0.0, 1e-3, 1.0, 3.0, 1e4], torch.bfloat16)
+    method, factors = parse(text), (0.0, 1e-3, 1.0, 3.0, 1e4)
     for i in range(5):
-        private = model_sum(method, model, rows_of(batch, [i]))
+        private = model_sum(method, case, factors, (i,), dtype=torch.bfloat16)
         assert all(v.dtype != torch.bfloat16 for part in private.parts for v in part.value.values())
         assert all(length <= part.bound for length, part in zip(lengths(private), private.parts, strict=True))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import clipwise
 from clipwise import models
-from clipwise.engine import Here
+from clipwise.engine import ChunkEngine
 from clipwise.methods import flat, normalised
 from clipwise.records import Capture, oracle, trainable
 from clipwise.records.checks import self_test
@@ -227,7 +227,7 @@ def test_every_method_sums_on_the_gpu_what_it_sums_on_the_cpu(text: str) -> None
         def there(values: Any, device: str = device) -> Any:
             return {n: p.detach().to(device) for n, p in values.items()}
 
-        engine = Here(Capture(own, loss), torch.arange(N), 1, tuple(map(there, past)), there(past[0]))
+        engine = ChunkEngine(Capture(own, loss), torch.arange(N), 1, tuple(map(there, past)), there(past[0]))
         rows = tuple(t.to(device, torch.float64 if t.is_floating_point() else t.dtype) for t in batch)
         private, _ = private_sum(method, trainable(own), [method.gradients(engine, rows)])
         sums.append({n: v.cpu() for n, v in private.parts[0].value.items()})

@@ -15,7 +15,7 @@ import clipwise as cw
 import naive
 from clipwise.diagnostics import ClippingBias, clipping_bias
 from clipwise.methods import parse
-from clipwise.records import SampleGradients, written
+from clipwise.records import SampleGradients, from_dense
 
 LIKE = {"a.weight": torch.zeros(2, 3, dtype=torch.float64), "b.weight": torch.zeros(4, dtype=torch.float64)}
 
@@ -28,7 +28,7 @@ def rows(seed: int = 0, samples: int = 30) -> np.ndarray:
 
 def gradients(g: np.ndarray) -> SampleGradients:
     values = torch.from_numpy(g)
-    return written({"a.weight": values[:, :6].reshape(-1, 2, 3), "b.weight": values[:, 6:]}, LIKE)
+    return from_dense({"a.weight": values[:, :6].reshape(-1, 2, 3), "b.weight": values[:, 6:]}, LIKE)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_a_diagnostic_never_reaches_the_ledger_or_the_statement() -> None:
 
 def test_a_method_that_leaves_nothing_is_not_unbiased() -> None:
     found = clipping_bias(
-        written({"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}, {"w": torch.zeros(2)}), cw.global_(1.0)
+        from_dense({"w": torch.tensor([[3.0, 0.0], [0.0, 4.0]])}, {"w": torch.zeros(2)}), cw.global_(1.0)
     )
     assert found.length == 0 and found.direction_error == 1.0
-    nothing = clipping_bias(written({"w": torch.zeros(2, 2)}, {"w": torch.zeros(2)}), cw.global_(1.0))
+    nothing = clipping_bias(from_dense({"w": torch.zeros(2, 2)}, {"w": torch.zeros(2)}), cw.global_(1.0))
     assert nothing.direction_error == 0.0

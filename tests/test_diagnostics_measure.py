@@ -20,7 +20,7 @@ import naive
 from clipwise.diagnostics import ClippingBias, Diagnosis, Monitor, independence, measure
 from clipwise.methods import Method, parse
 from clipwise.noise import release
-from clipwise.records import SampleGradients, oracle, per_sample, written
+from clipwise.records import SampleGradients, from_dense, oracle, per_sample
 from clipwise.step import private_sum
 from clipwise.types import Batch, InputError, PoissonGaussian
 
@@ -48,7 +48,7 @@ def rows(seed: int = 0, samples: int = 33) -> np.ndarray:
 
 def gradients(g: np.ndarray) -> SampleGradients:
     pieces = torch.from_numpy(np.array(g)).split(list(SIZES.values()), 1)
-    return written(dict(zip(SIZES, pieces, strict=True)), LIKE)
+    return from_dense(dict(zip(SIZES, pieces, strict=True)), LIKE)
 
 
 def norm(v: np.ndarray) -> float:
@@ -244,7 +244,7 @@ def test_alignment_is_the_cosine_of_a_released_gradient_with_the_true_mean() -> 
     rng = np.random.default_rng(0)
     d, n, sigma, batch = 20_000, 40, 0.6, 30
     g = (rng.normal(size=(n, d)) + 2 * rng.normal(size=d)) * np.exp(rng.normal(0, 1, size=(n, 1)))
-    seen = written({"w": torch.from_numpy(g)}, {"w": torch.zeros(d, dtype=torch.float64)})
+    seen = from_dense({"w": torch.from_numpy(g)}, {"w": torch.zeros(d, dtype=torch.float64)})
     bias = measure(seen, [cw.flat(1.0)], noise_multiplier=sigma, expected_batch=batch).methods["flat(clip_norm=1.0)"]
     true, clipped = g.mean(0), naive.flat(g, 1.0) / n
     cosines = []
@@ -511,7 +511,7 @@ def test_noise_that_repeats_does_not_cancel_and_noise_that_is_new_does() -> None
     assert same.cosines == pytest.approx([1.0] * 3)
     rng = np.random.default_rng(0)
     like = {"w": torch.zeros(400, dtype=torch.float64)}
-    fresh = independence([written({"w": torch.from_numpy(rng.normal(size=(30, 400)))}, like) for _ in range(4)])
+    fresh = independence([from_dense({"w": torch.from_numpy(rng.normal(size=(30, 400)))}, like) for _ in range(4)])
     for window in fresh.windows:
         assert window.noise == pytest.approx(window.independent, rel=0.03)
         assert window.independent == pytest.approx(fresh.windows[0].noise / math.sqrt(window.length), rel=0.01)

@@ -26,7 +26,7 @@ from clipwise.accounting.events import discretisation
 from clipwise.methods import Feedback
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import written
+from clipwise.records import from_dense
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import BlockGaussian, InputError, MemoryGaussian, Part, PoissonGaussian, PrivateSum, Refused
 
@@ -48,10 +48,9 @@ def releases(memory, c1, c2, groups, own, drawn, others):
     error, sums = zeros(like), []
     for t, gradient in enumerate(own):
         rows = torch.as_tensor(np.stack([gradient, others[t]] if drawn[t] else [others[t]]))
-        residual = zeros(like)
-        private, seen = private_sum(method, like, [written({"w": rows}, like)], residual)
+        private, seen = private_sum(method, like, [from_dense({"w": rows}, like)])
         assert seen.non_finite == 0
-        sent, error = fed_back(method.feedback, error, residual, 1.0, t % groups == groups - 1)
+        sent, error = fed_back(method.feedback, error, private.residual, 1.0, t % groups == groups - 1)
         error = zeros(like) if error is None else error
         sums.append((private.parts[0].value["w"] + sent["w"]).numpy())
     return np.array(sums)
@@ -493,7 +492,11 @@ def trained(present, seed, noise_multiplier):
 
 def shown_by_training(noise_multiplier, runs):
     """The ε that whole private runs show at 95 %, and what their ledgers state."""
-    without, present = ([trained(there, 1000 * there + k, noise_multiplier) for k in range(runs)] for there in (0, 1))
+    # fewer with the record than without: how often it is found matters less than how seldom nothing is taken for it
+    sizes = enumerate((runs, 3 * runs // 5))
+    without, present = (
+        [trained(there, 1000 * there + k, noise_multiplier) for k in range(size)] for there, size in sizes
+    )
     # 2.5 standard deviations above the mean without the record: the others' terms are −C1 each, the feedback is −c2
     height = -30 * (5 + 5) + 2.5 * math.sqrt(30 * (noise_multiplier**2 + 5))
     sums = (np.array([total for total, _ in kind]) for kind in (without, present))
@@ -503,11 +506,11 @@ def shown_by_training(noise_multiplier, runs):
 @pytest.mark.filterwarnings("ignore:delta=0.01 is not below")
 def test_private_training_with_the_paper_s_noise_breaks_the_paper_s_claim_and_keeps_the_library_s():
     paper = SMALL["b"] * claimed_sigma(**SMALL)  # C = B·C2 = 5
-    shown, stated = shown_by_training(paper, 120)
+    shown, stated = shown_by_training(paper, 100)
     assert SMALL["epsilon"] * 1.3 < shown < stated  # 1 is claimed
     assert stated == Plan("full", 1.0, 5.0, 0.02).epsilon(noise_multiplier=paper, delta=0.01, steps=50) > 20
     sound = Plan("full", 1.0, 5.0, 0.02).calibrate(epsilon=1, delta=0.01, steps=50)
-    shown, stated = shown_by_training(sound, 40)
+    shown, stated = shown_by_training(sound, 20)
     assert shown <= stated <= 1
 
 

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import CASES, SAMPLES, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
+from cases import CASES, SAMPLES, Largest, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
 from clipwise.methods import flat as flat_method
-from clipwise.records import SampleGradients, kinds, oracle, per_sample, planner, written
+from clipwise.records import SampleGradients, from_dense, kinds, oracle, per_sample, planner
 from clipwise.records.kernels import gram_sq_norm
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
 from clipwise.records.layers import products
@@ -286,21 +285,6 @@ def test_float32_is_close_to_float64(name: str) -> None:
 
 
 # ── weights used several times ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the size of the largest tensor that any operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return result
 
 
 def language_model(words: int, width: int) -> nn.Module:
@@ -591,7 +575,7 @@ def test_merging_commutes_with_sums(u: SampleGradients, v: SampleGradients, size
 @given(u=seeds.map(mixed), size=st.sampled_from([2, 3, 6]))
 def test_a_merged_unit_is_the_sum_of_its_samples(u: SampleGradients, size: int) -> None:
     units = {n: v.unflatten(0, (-1, size)).sum(1) for n, v in u.materialise().items()}
-    assert_same(u.merged(size), written(units, u.like), 6.0 * u)
+    assert_same(u.merged(size), from_dense(units, u.like), 6.0 * u)
 
 
 @laws

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import flat, one_by_one
-from clipwise.records import Capture, SampleGradients, per_sample, written
+from clipwise.records import Capture, SampleGradients, from_dense, per_sample
 from clipwise.records.checks import self_test
 from clipwise.types import Gradient
 
@@ -135,7 +135,7 @@ def expected(name: str) -> SampleGradients:
     model, batch = case.model(), case.batch()
     rows = [{key: value[i : i + 1] for key, value in batch.items()} for i in range(SAMPLES)]
     gradients: Gradient = one_by_one(model, case.loss, rows)
-    return written(gradients, dict(model.named_parameters()))
+    return from_dense(gradients, dict(model.named_parameters()))
 
 
 @every_model

@@ -26,7 +26,7 @@ from cases import (
     slow,
 )
 from clipwise.records import SampleGradients, oracle, per_sample
-from clipwise.records.gradients import written
+from clipwise.records.gradients import from_dense
 from clipwise.types import Gradient
 
 CLOSE = 1e-10
@@ -59,7 +59,7 @@ def plain_loop(case: Case) -> SampleGradients:
     batch = case.batch()
     model = case.model()
     rows = [tuple(t[i : i + 1] for t in batch) for i in range(SAMPLES)]
-    return written(one_by_one(model, loss, rows), dict(model.named_parameters()))
+    return from_dense(one_by_one(model, loss, rows), dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from clipwise import methods, models, postprocess
 from clipwise.methods import METHODS, Method, papers, parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import SampleGradients, written
+from clipwise.records import SampleGradients, from_dense
 from clipwise.step import MARGIN, private_sum
 from clipwise.types import Citation, InputError, Part, PoissonGaussian, PrivateSum, Released
 
@@ -47,7 +47,7 @@ class Ones:
 
 def gradients(g: np.ndarray) -> SampleGradients:
     pieces = torch.from_numpy(np.array(g, dtype=np.float64)).split(list(BLOCKS.values()), 1)
-    return written(dict(zip(BLOCKS, pieces, strict=True)), LIKE)
+    return from_dense(dict(zip(BLOCKS, pieces, strict=True)), LIKE)
 
 
 def batch(seed: int = 0, samples: int = 40) -> np.ndarray:
@@ -253,7 +253,7 @@ def test_adaptive_converges_to_the_quantile_of_a_stationary_distribution(quantil
     stream, late = SeededStream(12), []
     for step in range(160):
         drawn = norms[rng.random(len(norms)) < rate]
-        chunk = written({"w": torch.from_numpy(drawn).float()[:, None]}, like)
+        chunk = from_dense({"w": torch.from_numpy(drawn).float()[:, None]}, like)
         private, _ = private_sum(method, like, [chunk])
         assert private.parts[0].bound == method.bound
         released = release(private, PoissonGaussian(1.0, rate), stream.at(step))

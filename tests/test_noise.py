@@ -17,7 +17,7 @@ import clipwise as cw
 from clipwise.methods import METHODS, parse
 from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream
-from clipwise.records import written
+from clipwise.records import from_dense
 from clipwise.step import private_sum
 from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
 
@@ -113,7 +113,7 @@ class Counting:
 
 
 def test_noise_is_drawn_once_over_all_chunks_and_for_every_number_that_leaves() -> None:
-    chunk = written({name: torch.ones(2, *v.shape) for name, v in LIKE.items()}, LIKE)
+    chunk = from_dense({name: torch.ones(2, *v.shape) for name, v in LIKE.items()}, LIKE)
     for method in (cw.flat(1.0), cw.layerwise(), cw.adaptive()):
         counting = Counting()
         release(private_sum(method, LIKE, [chunk] * 7)[0], EVENT, counting)

@@ -18,7 +18,7 @@ import clipwise as cw
 import naive
 from clipwise import methods, models, postprocess
 from clipwise.data import views as views_of
-from clipwise.engine import Here
+from clipwise.engine import ChunkEngine
 from clipwise.methods import Method
 from clipwise.randomness import SeededStream
 from clipwise.records import Capture, SampleGradients, trainable
@@ -85,8 +85,8 @@ def samples_of(batch: tuple[Tensor, Tensor]) -> list[Any]:
     return list(zip(*batch, strict=True))
 
 
-def engine(model: nn.Module, rows: int = SAMPLES, **public: Any) -> Here:
-    return Here(Capture(model, cw.cross_entropy), torch.arange(rows), **public)
+def engine(model: nn.Module, rows: int = SAMPLES, **public: Any) -> ChunkEngine:
+    return ChunkEngine(Capture(model, cw.cross_entropy), torch.arange(rows), **public)
 
 
 def vectors(gradients: SampleGradients, plain: Plain) -> Array:

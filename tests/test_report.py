@@ -34,7 +34,7 @@ from clipwise.report.answer import answer, ranking, refuted, rows
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
-from clipwise.report.svg import _apart, share, ticks, written
+from clipwise.report.svg import _apart, formatted, share, ticks
 
 FAST = ["--noise-multiplier", "1", "--accountant", "rdp", "--batch", "20", "--delta", "1e-3", "--threads", "1"]
 FAST += ["--no-self-test", "--quiet"]
@@ -498,9 +498,9 @@ def test_the_numbers_of_an_axis_are_written_in_one_way() -> None:
         (1e-6, 1e2, ["1e-06", "1e-04", "1e-02", "1e+00", "1e+02"]),
     ):
         axis = Axis("", low, high, log=True)
-        assert [written(tick, axis) for tick in ticks(axis, 5)] == expected
+        assert [formatted(tick, axis) for tick in ticks(axis, 5)] == expected
     steps = Axis("step", 0.0, 20_000.0)
-    assert [written(tick, steps) for tick in ticks(steps, 4)] == ["0", "5000", "10000", "15000", "20000"]
+    assert [formatted(tick, steps) for tick in ticks(steps, 4)] == ["0", "5000", "10000", "15000", "20000"]
     cosines = Axis("", -0.396, 0.5)
     assert min(ticks(cosines, 5)) == pytest.approx(-0.2), "−0.4 would lie below the axis line"
 
@@ -513,10 +513,10 @@ def test_ticks_are_on_the_axis_and_read_as_what_they_are(low: float, span: float
     assert found == sorted(found) and len(found) <= 8
     assert all(-1e-6 <= share(tick, axis) <= 1.0201 for tick in found), "none below the axis line"
     if not percent and not log and abs(low) + span < 100:
-        assert not any("e" in written(tick, axis) for tick in found if abs(tick) > 1e-9)
+        assert not any("e" in formatted(tick, axis) for tick in found if abs(tick) > 1e-9)
     if percent and not log and abs(low) < 10:
         for tick in found:
-            assert float(written(tick, axis).rstrip("%")) / 100 == pytest.approx(tick, abs=span * 1e-3)
+            assert float(formatted(tick, axis).rstrip("%")) / 100 == pytest.approx(tick, abs=span * 1e-3)
 
 
 def test_an_axis_that_ends_just_short_of_a_round_number_shows_it() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clipwise.cli import main
-from clipwise.report import read, written
+from clipwise.report import read, write_report
 from test_report import FAST, comparison, data
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -57,7 +57,7 @@ def crowded(base: Path) -> Path:
         for number, letter in enumerate("abcdefghijkl"):
             name = "<img src=x onerror=alert(1)>" if letter == "a" else f"a-run-with-a-very-long-name-{letter * 12}"
             shutil.copytree(comparison(base) / ("1-flat", "6-layerwise")[number % 2], folder / name)
-        written(read([folder]), folder)
+        write_report(read([folder]), folder)
     return folder / "report.html"
 
 
@@ -70,7 +70,7 @@ def spelt(base: Path) -> Path:
         name = "csv:people.csv?label=work:office|farm&columns=" + ",".join(f"column{n}:0..100" for n in range(9))
         for place in folder.glob("*/settings.toml"):
             place.write_text(re.sub(r"(?m)^data = .*$", f"data = {json.dumps(name)}", place.read_text()))
-        written(read([folder]), folder)
+        write_report(read([folder]), folder)
     return folder / "report.html"
 
 

@@ -20,10 +20,10 @@ from clipwise.cli import main
 from clipwise.cli.reproduce import _placed
 from clipwise.config import TrainConfig, checked
 from clipwise.data import Arrays
-from clipwise.engine import Here
+from clipwise.engine import ChunkEngine
 from clipwise.experiments import descend, holds, known, measures, read
 from clipwise.experiments.experiment import HOME, SCALES
-from clipwise.experiments.results import averaged, summary, written
+from clipwise.experiments.results import averaged, formatted, summary
 from clipwise.losses import squared_error as squared
 from clipwise.methods import METHODS
 from clipwise.records import Capture
@@ -277,7 +277,7 @@ def test_gradient_columns_equal_their_definitions_for_averages_of_two_samples() 
     model, data, x, y = line()
     rows = data.rows(torch.arange(6))
     method = methods.parse("p_average(flat(2.0), size=2)")
-    found = measures.gradients(Here(Capture(model, squared), torch.arange(6)), rows, method, {})
+    found = measures.gradients(ChunkEngine(Capture(model, squared), torch.arange(6)), rows, method, {})
     pairs = grads(np.zeros(3), x, y).reshape(3, 2, 3).mean(1)
     mean = pairs.mean(0)
     clipped = np.mean([clip(g, 2.0) for g in pairs], 0)
@@ -304,9 +304,11 @@ def test_seeds_are_averaged_and_their_deviation_is_kept() -> None:
 
 
 def test_shares_are_written_in_percent_and_other_numbers_are_not() -> None:
-    assert written("train_accuracy", 0.5) == "50.00 %" and written("mean_off_direction_x", 0.5) == "50.00 %"
+    assert formatted("train_accuracy", 0.5) == "50.00 %" and formatted("mean_off_direction_x", 0.5) == "50.00 %"
     assert (
-        written("loss", 0.5) == "0.5" and written("loss", 0.5, signed=True) == "+0.5" and written("loss", None) == "—"
+        formatted("loss", 0.5) == "0.5"
+        and formatted("loss", 0.5, signed=True) == "+0.5"
+        and formatted("loss", None) == "—"
     )
 
 

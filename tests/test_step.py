@@ -17,7 +17,7 @@ import naive
 from clipwise.methods import parse
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
-from clipwise.records import written
+from clipwise.records import from_dense
 from clipwise.sampling import poisson
 from clipwise.step import EACH, MARGIN, private_sum
 from clipwise.types import InputError, PoissonGaussian, Refused
@@ -377,7 +377,7 @@ def test_a_sample_that_comes_in_several_rows_is_refused() -> None:
 def test_what_was_observed_counts_samples_and_non_finite_ones() -> None:
     like = {"w": torch.zeros(2)}
     rows = torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [3.0, 4.0]])
-    chunk = written({"w": rows}, like)
+    chunk = from_dense({"w": rows}, like)
     private, observed = private_sum(cw.flat(1.0), like, [chunk, chunk])
     assert (observed.samples, observed.non_finite) == (6, 2)
     expected = 2 * torch.tensor(naive.flat(rows[[0, 2]].numpy(), 1.0)).float() / (1 + MARGIN)
@@ -387,7 +387,7 @@ def test_what_was_observed_counts_samples_and_non_finite_ones() -> None:
 def test_sums_are_float32_or_better_whatever_the_model_runs_in() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         like = {"w": torch.zeros(2, dtype=dtype)}
-        private, _ = private_sum(cw.adaptive(), like, [written({"w": torch.ones(3, 2, dtype=dtype)}, like)])
+        private, _ = private_sum(cw.adaptive(), like, [from_dense({"w": torch.ones(3, 2, dtype=dtype)}, like)])
         for part in private.parts:
             assert all(torch.finfo(v.dtype).eps <= torch.finfo(torch.float32).eps for v in part.value.values())
 
@@ -453,7 +453,7 @@ def test_a_filter_is_told_the_deviation_that_the_released_gradient_has() -> None
 
 def test_a_second_chunk_is_refused_where_one_was_promised() -> None:
     values = {"w": torch.ones(2, 3)}
-    chunk = written(values, {"w": torch.zeros(3)})
+    chunk = from_dense(values, {"w": torch.zeros(3)})
     with pytest.raises(InputError, match="expected one chunk"):
         private_sum(cw.flat(), {"w": torch.zeros(3)}, [chunk, chunk], alone=True)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clipwise.data import RowDataset
 from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import METHODS, Method
-from clipwise.records import Loss, SampleGradients, per_sample
+from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.records.tape import mapped
 from clipwise.sampling import chunks
 from clipwise.types import InputError, Part, PrivateSum
@@ -124,7 +124,7 @@ def histogram(model: nn.Module, loss: Loss, data: RowDataset, chunk: int = 256) 
     A sample is in one bin at most, so that adding or removing it moves one count by one: sensitivity 1.
     """
     total = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
-    edges, device = torch.tensor(EDGES, dtype=torch.float64), next(model.parameters()).device
+    edges, device = torch.tensor(EDGES, dtype=torch.float64), device_of(model)
     for rows in chunks(torch.arange(len(data)), chunk):
         batch = mapped(data.rows(rows), lambda t: t.to(device))
         norms = per_sample(model, loss, batch).norms().flatten().double().cpu()

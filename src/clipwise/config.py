@@ -378,15 +378,15 @@ def to_toml(config: Output) -> str:
     """The settings that define a run, as TOML; what is None is left out, since TOML has no word for it."""
     kept = [each.name for each in dataclasses.fields(config) if each.metadata["kept"]]
     values = {name: getattr(config, name) for name in kept}
-    return "".join(f"{name} = {_written(value)}\n" for name, value in values.items() if value is not None)
+    return "".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None)
 
 
-def _written(value: Any) -> str:
+def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         # TOML's strings are JSON's, except that it also wants the delete character escaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
-        return "[" + ", ".join(_written(item) for item in value) + "]"
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
     return repr(value)

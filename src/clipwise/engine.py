@@ -1,8 +1,8 @@
 """The engine that a method's probe sees: gradients of a chunk's samples, at the points that it asks for.
 
 Receives: a capture (model and loss), what is public (earlier iterates, the last release, public inputs), and a seed.
-Gives: Here, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine elsewhere;
-one_by_one, for a user's own views.
+Gives: ChunkEngine, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine
+elsewhere; one_by_one, for a user's own views.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from clipwise.data.views import draws, views
 from clipwise.records import Capture, SampleGradients, ascent, batch_size, swapped, trainable
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped, row, tensors
 from clipwise.types import Batch, Gradient, InputError
 
 # (rows, count, generator) → count views of each row, a row's views together
@@ -26,7 +25,7 @@ Views: TypeAlias = Callable[[Batch, int, torch.Generator], Batch]
 
 
 @dataclass(frozen=True)
-class Here:
+class ChunkEngine:
     """An engine for one chunk of one step; views and companions follow its seed, so asking again repeats them."""
 
     capture: Capture
@@ -38,9 +37,8 @@ class Here:
     public: Tensor | None = None
     fast: Callable[[Batch], SampleGradients] | None = None  # a compiled capture, for gradients at θ itself
     point: Gradient | None = None  # None: the model's own parameters
-    along: SampleGradients | None = None
-    radius: float = 0.0
-    mode: Literal["plain", "displaced", "curved"] = "plain"
+    along: SampleGradients | None = None  # v_i; None: neither displaced nor curved
+    radius: float | None = None  # of the displacement along v_i; None: H_i v_i
 
     @property
     def parameters(self) -> Gradient:
@@ -53,25 +51,25 @@ class Here:
         with nullcontext() if point is None else swapped(self.capture.model, point):
             if self.along is None:
                 return self.capture(rows) if self.fast is None or point is not None else self.fast(rows)
-            if self.mode == "curved":
+            if self.radius is None:
                 return ascent.curvature(self.capture, rows, self.along)
             return ascent.displaced(self.capture, rows, self.along, self.radius)
 
-    def at(self, parameters: Gradient) -> Here:
+    def at(self, parameters: Gradient) -> ChunkEngine:
         """The same at another point, made of released values only."""
         return replace(self, point=parameters)
 
-    def displaced(self, along: SampleGradients, radius: float) -> Here:
+    def displaced(self, along: SampleGradients, radius: float) -> ChunkEngine:
         """The same at θ + radius · v_i/‖v_i‖."""
         if self.along is not None:
             raise InputError("a displacement of a displacement has no fast form; write bam(…) only once in a method")
-        return replace(self, along=along, radius=radius, mode="displaced")
+        return replace(self, along=along, radius=radius)
 
-    def curved(self, along: SampleGradients) -> Here:
+    def curved(self, along: SampleGradients) -> ChunkEngine:
         """H_i v_i in the place of gradients."""
         if self.along is not None:
             raise InputError("curvature at a displaced point has no fast form; write bam(…) only once in a method")
-        return replace(self, along=along, mode="curved")
+        return replace(self, along=along)
 
     def views(self, rows: Batch, count: int, augment: str) -> Batch:
         """``count`` views of each row, a row's views together; of the batch's first tensor, the others are repeated."""
@@ -101,10 +99,6 @@ class Here:
         return self.keys if len(self.keys) == rows else self.keys.repeat_interleave(rows // len(self.keys))
 
 
-def _row(place: int, rows: Tensor) -> Tensor:
-    return rows[place : place + 1] if rows.dim() else rows
-
-
 def one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
     """The user's function given one row at a time, with a generator for that row alone.
 
@@ -117,8 +111,7 @@ def one_by_one(views: Views, samples: Tensor, seed: int) -> Views:
         keys = draws(samples, batch_size(rows) // len(samples), seed).flatten().tolist()  # a row may be itself a view
         made = []
         for i, key in enumerate(keys):
-            row = mapped(rows, partial(_row, i))
-            made.append(views(row, count, generator.manual_seed(key)))
+            made.append(views(row(rows, i), count, generator.manual_seed(key)))
             if batch_size(made[-1]) != count:
                 raise InputError(f"views must give the {count} views of a row, got {batch_size(made[-1])} rows")
         columns = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.data import RowDataset
-from clipwise.engine import Here, Views, one_by_one
+from clipwise.engine import ChunkEngine, Views, one_by_one
 from clipwise.methods import Method
 from clipwise.randomness import Stream
 from clipwise.records import Capture, SampleGradients, batch_size, trainable
@@ -119,9 +119,9 @@ class Passes:
             )
         return rows
 
-    def engine(self, samples: Tensor, seed: int, state: PublicState = AT_START) -> Here:
+    def engine(self, samples: Tensor, seed: int, state: PublicState = AT_START) -> ChunkEngine:
         """Where a method's probe looks from, for these samples in one step."""
-        return Here(
+        return ChunkEngine(
             self.capture,
             samples,
             seed,
@@ -150,7 +150,7 @@ class Passes:
             yield piece, (1 / method.unit) * found.masked(keep.flatten().to(self.device)).merged(padded.shape[1])
 
 
-def probed(method: Method, engine: Here, rows: Batch) -> SampleGradients:
+def probed(method: Method, engine: ChunkEngine, rows: Batch) -> SampleGradients:
     """The method's v_i of the engine's samples, one for each."""
     found = method.gradients(engine, rows)
     if found.samples != len(engine.keys):

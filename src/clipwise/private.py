@@ -25,20 +25,20 @@ from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.dice import planned
 from clipwise.accounting.ledger import totals
 from clipwise.data import RowDataset, Samples
-from clipwise.engine import Here, Views
+from clipwise.engine import ChunkEngine, Views
 from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
+from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
 from clipwise.records.chance import generators, kept, seeded
-from clipwise.records.checks import modes, refuse_modules, restored
+from clipwise.records.checks import Modes, modes, refuse_modules, restored
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
-from clipwise.step import Observed, fed_back, private_sum, zeros
+from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
 from clipwise.types import (
     Batch,
     Event,
@@ -54,9 +54,6 @@ from clipwise.types import (
 FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
 )
-
-
-Remembered = tuple[Tensor, Gradient]  # samples, and one momentum for each
 
 
 @dataclass(frozen=True)
@@ -132,12 +129,12 @@ class Private:
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
-        self._used = str(method)
-        self._first, self._stepping, self._earlier = str(method), False, earlier
-        self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
-        self._draws: dict[tuple[tuple[type, bool], ...], bool] = {}  # by mode, whether a step draws at random
-        self._lost = False  # whether it was warned that no sample's gradient was finite
-        self._trained = TRAINED.get(model)  # of which make_private has warned
+        self._first_method = self._methods_used = str(method)
+        self._stepping, self._earlier = False, earlier
+        self._tested: set[Modes] = set()  # the model's modes that were self-tested
+        self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
+        self._warned_of_lost = False
+        self._warned_of = TRAINED.get(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
 
     @property
@@ -152,7 +149,8 @@ class Private:
             self._tested.clear()  # it takes gradients elsewhere
         self._follow(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
-            self._used = f"{self._used}; from step {self._taken}: {method}" if self._taken else str(method)
+            used = f"{self._methods_used}; from step {self._taken}: {method}"
+            self._methods_used = used if self._taken else str(method)
 
     def _follow(self, method: Method) -> None:
         if (
@@ -234,7 +232,8 @@ class Private:
         self._hidden, self._taken = following, self._taken + 1
         self._follow(method.next(released, units))
         TRAINED[self.model] = self.ledger
-        past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
+        here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
+        past = (here, *self.state.past)[: method.past]
         filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
         self._state = PublicState(past, released.gradient, filtered)
         self._update(parameters, update)
@@ -244,19 +243,19 @@ class Private:
     ) -> tuple[PrivateSum, Event, Gradient | None]:
         """The batch's sum, the event that its release is, and the private state that it leaves."""
         method, feedback, plan = self.method, self.method.feedback, self.dice
-        residual: Gradient | None = {} if feedback is not None else None
-        remembered: list[Remembered] = []
+        momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
         with self._secretly(batch.stream):
             private, self.observed = private_sum(
-                method, parameters, self._gradients(batch, remembered), residual, most=most, alone=alone
+                method, parameters, self._gradients(batch, momenta), most=most, alone=alone
             )
-        if feedback is None or residual is None or plan is None:
-            return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), self._recalled(remembered)
+        if feedback is None or private.residual is None or plan is None:
+            following = self._hidden if momenta is None else momenta.following()
+            return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
         place = self._place(plan)
         error = zeros(parameters) if self._hidden is None else self._hidden
-        sent, following = fed_back(feedback, error, residual, self.expected_batch, place == plan.groups - 1)
+        sent, following = fed_back(feedback, error, private.residual, self.expected_batch, place == plan.groups - 1)
         (part,) = private.parts
         torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
         memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
@@ -292,7 +291,7 @@ class Private:
             "sampling_rate": self.sampling_rate,
             "samples": len(self.data),
             "generator": self._stream.name,
-            "method": self._first,
+            "method": self._first_method,
             "post": str(self.post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
@@ -323,7 +322,7 @@ class Private:
             expected_batch=self.expected_batch,
             noise_multiplier=self.noise_multiplier,
             generator=self._stream.name,
-            method=self._used,
+            method=self._methods_used,
             self_tested=self._self_tested,
             fallbacks=self.fallbacks,
             earlier=self._earlier,
@@ -372,7 +371,7 @@ class Private:
         """The data of these samples, on the model's device. Not private."""
         return self._passes.rows(samples)
 
-    def engine(self, samples: Tensor, seed: int) -> Here:
+    def engine(self, samples: Tensor, seed: int) -> ChunkEngine:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
@@ -395,39 +394,18 @@ class Private:
         else:
             yield
 
-    def _gradients(self, batch: PoissonBatch, remembered: list[Remembered]) -> Iterator[SampleGradients]:
+    def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
-        rate = self.method.recall
         for samples, gradients in self._passes.gradients(self.method, self._indices, batch.stream, self.state):
             self.fallbacks = gradients.fallbacks or self.fallbacks
-            yield gradients if rate is None else self._averaged(gradients, samples, rate, remembered)
-
-    def _parameters(self) -> Gradient:
-        return {name: p.detach().clone() for name, p in trainable(self.model).items()}
-
-    def _averaged(
-        self, gradients: SampleGradients, piece: Tensor, rate: float, remembered: list[Remembered]
-    ) -> SampleGradients:
-        """m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7)."""
-        now = gradients.materialise()
-        if self.hidden is not None:
-            now = {name: rate * g + (1 - rate) * self.hidden[name][piece.to(g.device)] for name, g in now.items()}
-        # a sample that is not finite begins again: it must not carry that on
-        remembered.append((piece, {name: torch.nan_to_num(g, 0.0, 0.0, 0.0) for name, g in now.items()}))
-        return written(now, gradients.like)
-
-    def _recalled(self, remembered: list[Remembered]) -> Gradient | None:
-        if not remembered:
-            return self.hidden
-        order = torch.cat([piece for piece, _ in remembered]).argsort()
-        return {name: torch.cat([part[name] for _, part in remembered])[order] for name in remembered[0][1]}
+            yield gradients if momenta is None else momenta.averaged(gradients, samples)
 
     def _warn_of_lost(self) -> None:
         """Warn of a step to which no sample added anything; to ask a GPU is to wait for it, so only now and then."""
         seen = self.observed
         often = self._passes.device.type == "cpu" or self._taken % 100 == 0
-        if often and not self._lost and seen is not None and seen.samples and seen.non_finite == seen.samples:
-            self._lost = True
+        if often and not self._warned_of_lost and seen is not None and seen.samples and seen.non_finite == seen.samples:
+            self._warned_of_lost = True
             warnings.warn(
                 f"no sample of step {self._taken} had a finite gradient, so that noise alone was added: the model has "
                 "diverged, or the loss is not a number; write a smaller learning rate, or look at the loss",
@@ -436,8 +414,8 @@ class Private:
 
     def _warn_of_others(self) -> None:
         known = TRAINED.get(self.model)
-        if known not in (self.ledger, self._trained) and trained_elsewhere(self.model, self.ledger.entries):
-            self._trained = known
+        if known not in (self.ledger, self._warned_of) and trained_elsewhere(self.model, self.ledger.entries):
+            self._warned_of = known
             warnings.warn(
                 "another private run trained this model since, and the statement of this one does not count it: if its "
                 "data were the same, make one run after the other, with spent=the earlier one's ledger",

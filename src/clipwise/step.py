@@ -1,7 +1,8 @@
 """The path of a gradient, on one page: per-sample gradients → weights → one bounded sum → noise → a public gradient.
 
 Receives: a method, and per-sample gradients chunk by chunk.
-Gives: the private sum; ``noise.release`` makes it public, over the expected batch.
+Gives: the private sum; ``noise.release`` makes it public, over the expected batch. What methods with private state
+carry from step to step: fed_back, and Momenta.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clipwise.methods import Block, Feedback, Method
-from clipwise.records import SampleGradients
+from clipwise.methods import Block, Count, Feedback, Method
+from clipwise.records import SampleGradients, from_dense
 from clipwise.types import Gradient, InputError, Part, PrivateSum
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
@@ -46,7 +47,6 @@ def private_sum(
     method: Method,
     parameters: Mapping[str, Tensor],
     chunks: Iterable[SampleGradients],
-    residual: Gradient | None = None,
     *,
     most: int = 0,
     alone: bool = False,
@@ -55,13 +55,13 @@ def private_sum(
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
-    ``residual`` gets Σ_i (1 − w_i) v_i added to it, or put into it where it is empty: what clipping cut off.
     ``most``: samples that a chunk may hold, a public constant (``weigh``).
     ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
     total: Gradient = {}
+    residual: Gradient | None = None if method.feedback is None else {}
     count, samples = 0.0, 0
     lost: list[Callable[[], int]] = []
     for gradients in chunks:
@@ -82,10 +82,7 @@ def private_sum(
             finite = norms.isfinite().all(1, keepdim=True)
             _add(gradients.weighted_sum(torch.where(finite, 1 - weights, 0.0), groups), residual)
         if method.count is not None:
-            finite = norms.isfinite().all(1)
-            values = method.count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
-            values = values.clamp(-0.5, 0.5)  # whatever the method says
-            count += float(torch.where(finite & values.isfinite(), values, 0.0).sum())
+            count += _counted(method.count, norms)
         samples += gradients.samples
         lost.append(infinite)
     for added in (total, residual):
@@ -96,7 +93,15 @@ def private_sum(
     if method.count is not None:
         of = {"count": torch.tensor(count, dtype=torch.float64)}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
-    return PrivateSum(tuple(parts)), Observed(samples, tuple(lost))
+    return PrivateSum(tuple(parts), residual=residual), Observed(samples, tuple(lost))
+
+
+def _counted(count: Count, norms: Tensor) -> float:
+    """What a chunk with these norms [sample, block] adds to the count: nothing for a sample that is not finite."""
+    finite = norms.isfinite().all(1)
+    values = count.of(torch.where(finite[:, None], norms, 0.0).square().sum(1).sqrt())
+    values = values.clamp(-0.5, 0.5)  # whatever the method says
+    return float(torch.where(finite & values.isfinite(), values, 0.0).sum())
 
 
 def _add(chunk: Gradient, to: Gradient) -> None:
@@ -147,6 +152,31 @@ def fed_back(
     # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
     following = torch._foreach_addcmul([residual[name] for name in names], errors, [kept] * len(errors))
     return sent, dict(zip(names, following, strict=True))
+
+
+@dataclass
+class Momenta:
+    """One momentum for each sample, m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7), over one full batch."""
+
+    rate: float  # γ
+    before: Gradient | None  # m_i after the step before, [sample, …]; None before the first
+    _now: list[tuple[Tensor, Gradient]] = field(default_factory=list)  # samples and their m_i, chunk by chunk
+
+    def averaged(self, gradients: SampleGradients, samples: Tensor) -> SampleGradients:
+        """A chunk's m_i in the place of its g_i."""
+        now, rate, before = gradients.materialise(), self.rate, self.before
+        if before is not None:
+            now = {name: rate * g + (1 - rate) * before[name][samples.to(g.device)] for name, g in now.items()}
+        # a sample that is not finite begins again: it must not carry that on
+        self._now.append((samples, {name: torch.nan_to_num(g, 0.0, 0.0, 0.0) for name, g in now.items()}))
+        return from_dense(now, gradients.like)
+
+    def following(self) -> Gradient | None:
+        """What the next step begins with, when all chunks are through: in the order of the samples' numbers."""
+        if not self._now:
+            return self.before
+        order = torch.cat([samples for samples, _ in self._now]).argsort()
+        return {name: torch.cat([part[name] for _, part in self._now])[order] for name in self._now[0][1]}
 
 
 def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:

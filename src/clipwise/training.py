@@ -97,13 +97,11 @@ def train(
         if name not in Privacy.__annotations__:
             raise TypeError(f"train has no option {name!r}: {nearest(name, Privacy.__annotations__)}")
     chosen = _optimizer(model, optimizer)
-    plan = _scheduler(chosen, scheduler)
-    place = None
+    schedule = _scheduler(chosen, scheduler)
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
         if wanted and folder is None:
             raise InputError(f"{name} needs the folder of the run; write folder=…")
-    if folder is not None and resume:
-        place = RunFolder(folder, resume=True)
+    place = RunFolder(folder, resume=True) if folder is not None and resume else None
     if tensorboard:
         writer()  # it must be installed
     if resume:
@@ -116,16 +114,10 @@ def train(
         )
     if folder is not None:
         _refuse_unwritten(private.method)
-    if folder is not None and place is None:  # after every check, so that bad input leaves no folder
-        place = RunFolder(folder)
-        ledger = place.ledger()
-        ledger.extend(private.ledger.entries)
-        private.record_in(ledger)
-        if settings is not None:
-            place.write(SETTINGS, settings)
+        place = place or _new_folder(folder, private, settings)  # after every check: bad input leaves no folder
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
-    loop = _Loop(private, chosen, plan, average, ema, place, evaluate, monitor, board)
+    loop = _Loop(private, chosen, schedule, average, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
     with private.ledger:  # a run that is stopped lets go of its file too
@@ -254,9 +246,9 @@ class _Loop:
             self.folder.save(HIDDEN, self.private.hidden)
         self.folder.save(CHECKPOINT, state)
 
-    def restore(self) -> None:
-        assert self.folder is not None
-        state, private = self.folder.checkpoint(), self.private
+    def _refuse_another(self, state: Mapping[str, Any]) -> None:
+        """Refuse to go on from the checkpoint of a run that this one is not: one statement speaks for all of it."""
+        private = self.private
         if (rate := state["plan"]["sampling_rate"]) != private.sampling_rate:  # it changes the noise too, so first
             batch, now = private.expected_batch, len(private.data)
             raise InputError(
@@ -270,6 +262,11 @@ class _Loop:
         for name, was in began.items():
             if goes_on[name] != was:
                 raise InputError(f"{name} must be what the run began with, {was}, got {goes_on[name]}")
+
+    def restore(self) -> None:
+        assert self.folder is not None
+        state = self.folder.checkpoint()
+        self._refuse_another(state)
         ledger = self.folder.ledger()  # what was spent before is in it
         if ledger.releases < state["releases"]:
             raise Refused(
@@ -319,6 +316,17 @@ class _Loop:
 
 def _holds(rows: Sequence[Mapping[str, Any]], step: int) -> bool:
     return bool(rows) and rows[-1]["step"] == step
+
+
+def _new_folder(folder: str | Path, private: Private, settings: str | None) -> RunFolder:
+    """A new run's folder, in whose ledger it is recorded from now on."""
+    place = RunFolder(folder)
+    ledger = place.ledger()
+    ledger.extend(private.ledger.entries)
+    private.record_in(ledger)
+    if settings is not None:
+        place.write(SETTINGS, settings)
+    return place
 
 
 def _refuse_unwritten(method: Method) -> None:

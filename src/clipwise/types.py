@@ -101,10 +101,12 @@ class PrivateSum:
     """A secret: sums over the batch with their sensitivities. Only ``noise.release`` accepts it.
 
     ``memory`` is how far what earlier batches left in the sum can move it besides: then only MemoryGaussian will do.
+    ``residual`` is Σ_i (1 − w_i) v_i, what clipping cut off, where a method feeds it back: never released itself.
     """
 
     parts: tuple[Part, ...]
     memory: float = 0.0
+    residual: Gradient | None = None
 
     def __post_init__(self) -> None:
         """Refuse bounds and shares under which the joint noise would be too small."""

@@ -46,8 +46,7 @@ def one_run(
 ) -> tuple[Bound, float]:
     """One run of the linear model with saturating canaries: the bound, and the ε that its ledger claims.
 
-    Its noise is given, or calibrated to ``epsilon``. A fifth of the canaries is guessed about: fixed in advance, as the
-    bound asks.
+    Its noise is given, or calibrated to ``epsilon``.
     """
     world = saturating(method, whole("canaries", canaries, least=10), canaries)
     included = coins(canaries, noise)
@@ -63,8 +62,7 @@ def one_run(
         now = private.method
         private.step(drawn)
         total += scores(world, private, now)
-    bound = bounds.one_run(total.numpy(), included.numpy(), canaries // 5, delta, confidence)
-    return bound, private.epsilon()
+    return bound_of(total.numpy(), included.numpy(), delta=delta, confidence=confidence), private.epsilon()
 
 
 def watched(private: Private, canaries: Batch, known: int) -> Array:
@@ -75,7 +73,6 @@ def watched(private: Private, canaries: Batch, known: int) -> Array:
     everybody else, too. Canaries' gradients are alike, so each release is solved for all of them at once (ridge).
     """
     parameters = trainable(private.model)
-    device = next(iter(parameters.values())).device
     # a canary takes part with probability q/2: noise variance over that of its part is what ridge asks for
     part = private.sampling_rate / 2
     ridge = private.noise_multiplier**2 / (part * (1 - part))
@@ -100,7 +97,7 @@ def watched(private: Private, canaries: Batch, known: int) -> Array:
             directions.append(math.sqrt(block.share) * along)
             seen.append(torch.cat(rest).to(along.dtype))
         v = torch.cat(directions, 1)
-        gram = (v @ v.T).double() + ridge * torch.eye(len(v), dtype=torch.float64, device=device)
+        gram = (v @ v.T).double() + ridge * torch.eye(len(v), dtype=torch.float64, device=v.device)
         total += torch.linalg.solve(gram, (v @ torch.cat(seen)).double()).cpu()
     return total.numpy()
 
@@ -110,8 +107,6 @@ def _gradients(private: Private, samples: Tensor, rows: Batch) -> list[SampleGra
     return [private.method.gradients(private.engine(samples, 0), rows)] if len(samples) else []
 
 
-def verdict(
-    total: Array, included: NDArray[np.bool_], *, delta: float, confidence: float, guesses: int | None = None
-) -> Bound:
-    """The bound from such scores; a fifth of the canaries is guessed about unless ``guesses`` was fixed in advance."""
-    return bounds.one_run(total, included, max(2, len(total) // 5) if guesses is None else guesses, delta, confidence)
+def bound_of(total: Array, included: NDArray[np.bool_], *, delta: float, confidence: float) -> Bound:
+    """The bound from such scores; a fifth of the canaries is guessed about: fixed in advance, as the bound asks."""
+    return bounds.one_run(total, included, max(2, len(total) // 5), delta, confidence)

@@ -42,7 +42,7 @@ from clipwise.data import Arrays, Splits
 from clipwise.noise import release
 from clipwise.plain import as_json
 from clipwise.randomness import SecureStream, SeededStream
-from clipwise.records import Loss, SampleGradients, per_sample
+from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
 from clipwise.report.figures import Figure
 from clipwise.report.folder import LEDGER, refuse_used, write
@@ -141,7 +141,7 @@ def _from_proxy(
 def _looks(plan: TrainConfig, proxy: Splits, samples: int, warm: int) -> Iterator[SampleGradients]:
     """The proxy's gradients before it is trained on; then, where there are steps to ``warm`` up, half-way and after."""
     model, loss = network(plan, proxy).model, loss_of(proxy)
-    device = next(model.parameters()).device
+    device = device_of(model)
     batch = tuple(t.to(device) for t in proxy.train.rows(torch.arange(samples)))
     for part in (0, warm - warm // 2, warm // 2) if warm > 1 else (0,):
         _descend(model, loss, proxy.train, part, plan)
@@ -152,7 +152,7 @@ def _descend(model: nn.Module, loss: Loss, data: Arrays, steps: int, plan: Train
     """Ordinary training on public data, so that gradients are also seen of a model that has learnt something."""
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
     draw = torch.Generator().manual_seed(plan.seed)
-    device = next(model.parameters()).device
+    device = device_of(model)
     for _ in range(steps):
         rows = torch.randint(len(data), (min(plan.batch, len(data)),), generator=draw)
         optimizer.zero_grad()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from clipwise import methods
 from clipwise.accounting import Ledger
 from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, registered, shadow_attack, watched
-from clipwise.audit.one_run import verdict
+from clipwise.audit.one_run import bound_of
 from clipwise.audit.verdict import WHOLE_RUNS, row
 from clipwise.cli import Finding
 from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_threads
@@ -32,6 +32,7 @@ from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
 from clipwise.plain import as_json
 from clipwise.private import Private
+from clipwise.records import device_of
 from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
@@ -185,9 +186,9 @@ class _Again:
         private = self._private(
             tuple(torch.cat([own, new[included]]) for own, new in zip(splits.train.data, (inputs, wrong), strict=True))
         )
-        device = next(private.model.parameters()).device
+        device = device_of(private.model)
         total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
-        bound = verdict(total, included.numpy(), delta=plan.delta, confidence=confidence)
+        bound = bound_of(total, included.numpy(), delta=plan.delta, confidence=confidence)
         detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
         return row(
             methods.parse(self._run.statement["method"]), "one run (retrained)", private.epsilon(), bound, detail

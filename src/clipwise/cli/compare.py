@@ -19,7 +19,7 @@ from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_f
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import CompareConfig, TrainConfig, Training
 from clipwise.plain import as_json, rounded_up
-from clipwise.report import epsilon_together, own, read, written
+from clipwise.report import epsilon_together, own, read, write_report
 from clipwise.report.answer import Row, best, ranking
 from clipwise.report.answer import rows as numbers
 from clipwise.report.folder import refuse_used
@@ -87,7 +87,7 @@ def run(config: CompareConfig) -> str:
         for (text, _), run, row in zip(plans, runs, found, strict=True)
     ]
     warn_of(found)
-    page, together = written(runs, folder)[0], epsilon_together(runs)
+    page, together = write_report(runs, folder)[0], epsilon_together(runs)
     if config.json or config.json_lines:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}

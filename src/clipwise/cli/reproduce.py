@@ -36,17 +36,17 @@ from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
 from clipwise.data import Splits
 from clipwise.diagnostics import quality
-from clipwise.engine import Here
+from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
 from clipwise.experiments.experiment import only
 from clipwise.experiments.measures import Curve
 from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
 from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
-from clipwise.experiments.results import summary, written
-from clipwise.methods import Method
+from clipwise.experiments.results import formatted, summary
+from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
-from clipwise.records import Capture, Loss
+from clipwise.records import Capture, Loss, device_of
 from clipwise.report import RunFolder
 from clipwise.types import InputError, Refused, whole
 
@@ -173,18 +173,17 @@ class _Study:
         return torch.arange(min(self.experiment.samples or plan.batch, len(splits.train)))
 
     def _private_look(self, splits: Splits, rows: Curve, keys: Tensor, model: nn.Module, method: Method) -> None:
-        rows.append(self._look(model, splits, keys, method, Here(Capture(model, loss_of(splits)), keys)))
+        rows.append(self._look(model, splits, keys, method, ChunkEngine(Capture(model, loss_of(splits)), keys)))
 
-    def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Here) -> dict[str, float]:
+    def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Engine) -> dict[str, float]:
         """What is measured while a run goes on, beside test accuracy."""
         row: dict[str, float] = {}
         if "train" in self.experiment.measures:
             seen = quality(model, splits.train.take(keys))
             row |= {f"train_{name}": value for name, value in seen.items()}
         if "gradients" in self.experiment.measures:
-            device = next(model.parameters()).device
             with torch.random.fork_rng(devices=[]):
-                few = rows_of(splits.train, keys, device)
+                few = rows_of(splits.train, keys, device_of(model))
                 row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
         return row
 
@@ -202,14 +201,13 @@ class _Study:
 
     def _noise_free(self, plan: TrainConfig, splits: Splits) -> tuple[dict[str, float], Curves]:
         model = network(plan, splits).model  # a run without noise takes no public inputs
-        device = next(model.parameters()).device
-        splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
+        splits = splits.to(device_of(model))
         method, steps = methods.parse(plan.method), steps_of(plan, len(splits.train))
         every = measured_every(plan, steps)
         keys = self._keys(plan, splits)
         rows: Curve = []
 
-        def look(step: int, engine: Callable[[Tensor], Here]) -> None:
+        def look(step: int, engine: Callable[[Tensor], Engine]) -> None:
             if step % every == 0 or step == steps:
                 seen = quality(model, splits.test)
                 rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
@@ -217,8 +215,8 @@ class _Study:
         iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
         final, curves = self._end(model, splits)
         if "window" in self.experiment.measures:
-            few = rows_of(splits.train, keys, device)
-            found, curves["window"] = measures.window(Here(Capture(model, loss_of(splits)), keys), few, iterates)
+            few = splits.train.rows(keys)
+            found, curves["window"] = measures.window(ChunkEngine(Capture(model, loss_of(splits)), keys), few, iterates)
             final |= found
         return summary(rows, final), {"steps": rows, **curves}
 
@@ -327,7 +325,7 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
         cells = [
             _with_spread(line.quantity, line.measured, line.measured_spread),
             _with_spread(line.quantity, line.paper, line.paper_spread),
-            written(line.quantity, line.difference, signed=True),
+            formatted(line.quantity, line.difference, signed=True),
         ]
         name = Text("" if line.run == before else line.run)
         table.add_row(name, line.quantity, *cells[: 2 if experiment.reduced else 3])
@@ -363,5 +361,5 @@ def _notes(study: _Study, results: list[Result]) -> list[str]:
 
 
 def _with_spread(quantity: str, value: float | None, spread: float | None) -> str:
-    text = written(quantity, value)
-    return text if spread is None else f"{text.removesuffix(' %')} ± {written(quantity, spread)}"
+    text = formatted(quantity, value)
+    return text if spread is None else f"{text.removesuffix(' %')} ± {formatted(quantity, spread)}"

@@ -35,7 +35,7 @@ from clipwise.losses import cross_entropy, squared_error
 from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
-from clipwise.records import Loss
+from clipwise.records import Loss, device_of
 from clipwise.records.tape import tensors
 from clipwise.report.answer import Row, alarms
 from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
@@ -188,8 +188,7 @@ def run_one(
             f"--batch {max(1, samples // 2)}"
         )
     model, public, splits = network(config, splits)
-    device = next(model.parameters()).device
-    splits = replace(splits, train=splits.train.to(device), test=splits.test.to(device))
+    splits = splits.to(device_of(model))
     steps = steps_of(config, len(splits.train))
     every = measured_every(config, steps)
     # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart

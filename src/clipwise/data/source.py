@@ -39,7 +39,7 @@ class Source:
                 f"{key} must be a whole number of at least {least}, got {given!r}: write {key}={max(least, default)}"
             ) from None
 
-    def written(self, **changed: str) -> str:
+    def with_options(self, **changed: str) -> str:
         """The text again with these options changed, in quotes for a shell."""
         options = "&".join(f"{key}={value}" for key, value in {**self.options, **changed}.items())
         return shlex.quote(f"{self.text.partition('?')[0]}?{options}")

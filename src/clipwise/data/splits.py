@@ -6,7 +6,7 @@ Gives: Splits; divided, which gives one row in five to the test; taken, the firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -39,6 +39,10 @@ class Splits:
     def tokens(self) -> bool:
         """Whether x are whole numbers, for models of tokens."""
         return not self.train.rows(torch.arange(1))[0].is_floating_point()
+
+    def to(self, device: torch.device) -> Splits:
+        """Both parts on that device."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
 def divided(name: str, x: Tensor, y: Tensor, prepare: Prepare | None = None) -> tuple[Arrays, Arrays]:

@@ -184,7 +184,7 @@ def _refuse_words(source: Source, cells: Table, columns: Mapping[str, Meaning]) 
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = cells[words[0]]
-        line = source.written(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
+        line = source.with_options(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
         raise InputError(
             f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write {line} "
             f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"

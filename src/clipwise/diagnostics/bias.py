@@ -166,6 +166,7 @@ def _clipped(
 
 
 def _bias(gg: float, kk: float, kg: float, **known: Any) -> ClippingBias:
+    """From ⟨ĝ, ĝ⟩, ⟨g̃, g̃⟩ and ⟨g̃, ĝ⟩."""
     along = kg / gg if gg > 0 else 0.0
     return ClippingBias(
         magnitude=math.sqrt(max(0.0, kk - 2 * kg + gg)),

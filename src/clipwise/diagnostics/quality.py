@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.data import Arrays
+from clipwise.records import device_of
 
 ROWS = 1024  # that go through a model at a time
 
@@ -32,7 +33,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
     """The model's outputs for all inputs, in evaluation mode."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     with evaluating(model):
         return torch.cat([model(piece.to(device)).cpu() for piece in inputs.split(ROWS)])
 

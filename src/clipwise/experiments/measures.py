@@ -16,14 +16,13 @@ from clipwise import methods
 from clipwise.audit import logistic_attack
 from clipwise.data import Arrays
 from clipwise.diagnostics import calibration, independence, measure, predicted
-from clipwise.engine import Here
-from clipwise.methods import Method
+from clipwise.methods import Engine, Method
 from clipwise.types import Gradient
 
 Curve = list[dict[str, float]]
 
 
-def gradients(engine: Here, rows: Any, method: Method, compare: Mapping[str, Method]) -> dict[str, float]:
+def gradients(engine: Engine, rows: Any, method: Method, compare: Mapping[str, Method]) -> dict[str, float]:
     """How per-sample gradients spread at this point, and what the run's method and others would make of them.
 
     Where the method averages p samples, everything is said of averages of p consecutive rows. Of a method that
@@ -72,7 +71,7 @@ def attacked(model: nn.Module, train: Arrays, test: Arrays, samples: int) -> tup
     return {"auc": found.area, "auc_low": found.low, "auc_high": found.high}, curve
 
 
-def window(engine: Here, rows: Any, iterates: Sequence[Gradient]) -> tuple[dict[str, float], Curve]:
+def window(engine: Engine, rows: Any, iterates: Sequence[Gradient]) -> tuple[dict[str, float], Curve]:
     """How much of single samples' noise cancels over windows of the last iterates."""
     found = independence([engine.at(iterate).gradients(rows) for iterate in iterates])
     first, last = found.windows[0], found.windows[-1]

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from clipwise.data import Arrays
-from clipwise.engine import Here
-from clipwise.methods import Method
+from clipwise.methods import Engine, Method
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post, identity
 from clipwise.randomness import SeededStream
@@ -30,7 +29,7 @@ from clipwise.types import Batch, Gradient, InputError, whole
 NOT_PRIVATE = "not private: trained without noise, for analysis only"
 CHUNK = 256
 # (steps taken, the engine for these samples) → nothing; called after each step
-Look = Callable[[int, Callable[[Tensor], Here]], None]
+Look = Callable[[int, Callable[[Tensor], Engine]], None]
 
 
 def descend(
@@ -69,13 +68,12 @@ def descend(
         parameters = trainable(model)
         drawn = stream.at(step)
         indices = poisson(len(data), batch / len(data), drawn)
-        residual = zeros(parameters) if method.feedback is not None else None
         gradients = (found for _, found in passes.gradients(method, indices, drawn, state))
-        private, _ = private_sum(method, parameters, gradients, residual)
+        private, _ = private_sum(method, parameters, gradients)
         total = {name: value for part in private.parts for name, value in part.value.items()}
-        if method.feedback is not None and residual is not None:
+        if method.feedback is not None and private.residual is not None:
             error = zeros(parameters) if error is None else error
-            sent, error = fed_back(method.feedback, error, residual, float(batch), False)
+            sent, error = fed_back(method.feedback, error, private.residual, float(batch), False)
             total = {name: value + sent[name] for name, value in total.items()}
         here = {name: p.detach().clone() for name, p in parameters.items()}
         iterates = (*iterates, here)[-keep:] if keep else ()

@@ -77,7 +77,7 @@ def compared(experiment: Experiment, results: Sequence[Result]) -> list[Line]:
 PERCENT = ("accuracy", "ece", "mce", "confidence", "clipped", "off_direction")
 
 
-def written(quantity: str, value: float | None, *, signed: bool = False) -> str:
+def formatted(quantity: str, value: float | None, *, signed: bool = False) -> str:
     """A number for people: shares in percent, others with four digits."""
     if value is None or math.isnan(value):
         return "—"

@@ -167,7 +167,7 @@ class Method:
 
     def __str__(self) -> str:
         """The expression that ``methods.parse`` turns into this method again."""
-        return f"{self.name}({', '.join(f'{key}={_written(value)}' for key, value in self.settings.items())})"
+        return f"{self.name}({', '.join(f'{key}={_expression(value)}' for key, value in self.settings.items())})"
 
 
 def length(name: str, value: float, *, least: float = 1e-18) -> float:
@@ -246,13 +246,13 @@ def _within(value: object) -> Iterator[Method]:
             yield from _within(item)
 
 
-def _written(value: object) -> str:
+def _expression(value: object) -> str:
     if isinstance(value, Method):
         return str(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_expression(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_written(item) for item in value) + "]"
+        return "[" + ", ".join(_expression(item) for item in value) + "]"
     return repr(value)
 
 

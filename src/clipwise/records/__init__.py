@@ -7,8 +7,8 @@ To read in this order: capture (the two passes), follow (how a model is watched)
 layers and composites (each operation), kinds (the records), gradients (their algebra), planner (the cheapest form).
 """
 
-from clipwise.records.capture import Capture, Loss, batch_size, per_sample, swapped, traced, trainable
-from clipwise.records.gradients import Groups, SampleGradients, widest, written
+from clipwise.records.capture import Capture, Loss, batch_size, device_of, per_sample, swapped, traced, trainable
+from clipwise.records.gradients import Groups, SampleGradients, from_dense, widest
 
 __all__ = [
     "Capture",
@@ -16,10 +16,11 @@ __all__ = [
     "Loss",
     "SampleGradients",
     "batch_size",
+    "device_of",
+    "from_dense",
     "per_sample",
     "swapped",
     "traced",
     "trainable",
     "widest",
-    "written",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.displacement import Own
-from clipwise.records.follow import Compare, PathChanged, Plan, Record, Scout
+from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
 from clipwise.records.tape import mapped, tensors
@@ -28,6 +28,11 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, by name; a tied one appears once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is: all of it on one device."""
+    return next(model.parameters()).device
 
 
 @dataclass
@@ -103,12 +108,12 @@ def recorded(
     """
     samples = batch_size(batch)
     with torch.enable_grad():
-        with Record(parameters, plan, samples, owns, dual) as record:
+        with Recorder(parameters, plan, samples, owns, dual) as recorder:
             losses = loss(model, batch)
         check_losses(losses, samples)
-        records = record.tape.finish(losses if only is None else losses[only : only + 1], parameters)
+        records = recorder.tape.finish(losses if only is None else losses[only : only + 1], parameters)
     joint = {name: joined(records[name]) for name in parameters if name in records}
-    return SampleGradients(joint, parameters, samples, losses.detach(), tuple(record.tape.sites))
+    return SampleGradients(joint, parameters, samples, losses.detach(), tuple(recorder.tape.sites))
 
 
 def scouted(

@@ -18,9 +18,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
 from clipwise.records.chance import generators, kept, seeded, still
-from clipwise.records.gradients import SampleGradients, written
+from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped, row, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, InputError, Refused
 
@@ -133,13 +133,13 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
     parameters, found = trainable(model), list[list[Tensor]]()
     for i in range(batch_size(batch)):
         with unmoved(model), without_cudnn(), torch.enable_grad():
-            losses = loss(model, mapped(batch, lambda t: t[i : i + 1] if t.dim() else t))  # noqa: B023
+            losses = loss(model, row(batch, i))
             check_losses(losses, 1)
             own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
         pairs = zip(own, parameters.values(), strict=True)
         found.append([torch.zeros_like(p) if g is None else g.to_dense() for g, p in pairs])
     each = (torch.stack(rows) for rows in zip(*found, strict=True))
-    return written(dict(zip(parameters, each, strict=True)), parameters)
+    return from_dense(dict(zip(parameters, each, strict=True)), parameters)
 
 
 def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
@@ -169,7 +169,10 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
 
 
-def modes(model: nn.Module) -> tuple[tuple[type, bool], ...]:
+Modes = tuple[tuple[type, bool], ...]
+
+
+def modes(model: nn.Module) -> Modes:
     """Which modules there are, and which are in training mode: in another mode a model may be another function."""
     return tuple((type(module), module.training) for module in model.modules())
 
@@ -290,10 +293,10 @@ def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str,
 
 def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to."""
-    return {name: value.detach().clone() for name, value in _held(model).items()}
+    return {name: value.detach().clone() for name, value in _writable(model).items()}
 
 
-def _held(model: nn.Module) -> dict[str, Tensor]:
+def _writable(model: nn.Module) -> dict[str, Tensor]:
     """All that a forward pass could write to."""
     return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
@@ -418,6 +421,6 @@ def _put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for name, value in _held(model).items():  # now: a module may have put another tensor into its place
+            for name, value in _writable(model).items():  # now: a module may have put another tensor into its place
                 if name in before:
                     value.copy_(before[name])

@@ -207,7 +207,7 @@ class Compare(Scout):
     def plan(self) -> Plan:
         """The calls of the whole pass, when it is over."""
         return tuple(
-            replace(call, written=any(t._version != version for t, version in made))
+            replace(call, overwritten=any(t._version != version for t, version in made))
             for call, made in zip(self.calls, self.made, strict=True)
         )
 
@@ -246,7 +246,7 @@ def _fixed(call: Call) -> bool:
     return all(rows is None for rows in (*call.arguments, *call.outputs))
 
 
-class Record(Follow):
+class Recorder(Follow):
     """The real pass: taps are attached where the plan says that parameters meet samples.
 
     With ``owns`` it is a displaced pass: each unit has its own values in these parameters' places, and in the place of
@@ -345,4 +345,4 @@ class Record(Follow):
                 )
         result = meet(Meeting(self.tape, call, self.sources, args, kwargs))
         # a tap's output shares its memory with what it taps, and autograd lets nobody write into such a one
-        return mapped(result, torch.clone) if call.written else result
+        return mapped(result, torch.clone) if call.overwritten else result

@@ -236,7 +236,7 @@ def widest(values: Iterable[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
 
 
-def written(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:
+def from_dense(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:
     """SampleGradients from per-sample gradients that are written out, [sample, *shape]."""
     samples = next(iter(gradients.values())).shape[0]
     return SampleGradients({name: (Dense(v),) for name, v in gradients.items()}, dict(like), samples)

@@ -6,7 +6,6 @@ Gives: the same SampleGradients, every per-sample gradient written out; also at 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -15,8 +14,8 @@ from torch.func import functional_call, grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipwise.records.capture import Loss, batch_size, check_losses, trainable
-from clipwise.records.gradients import SampleGradients, written
-from clipwise.records.tape import mapped
+from clipwise.records.gradients import SampleGradients, from_dense
+from clipwise.records.tape import row
 from clipwise.records.tf32 import without_cudnn
 from clipwise.types import Batch, Gradient
 
@@ -30,10 +29,6 @@ class _Losses(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self.loss(self.model, batch)
-
-
-def _row(rows: Tensor, index: int) -> Tensor:
-    return rows[index : index + 1] if rows.dim() else rows
 
 
 def per_sample(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
@@ -103,9 +98,9 @@ def _stacked(of: Callable[[int, Batch], Gradient], model: nn.Module, batch: Batc
     parameters = _values(model)
     # cuDNN's recurrent layers have a gradient only in training mode
     with without_cudnn():
-        found = [of(i, mapped(batch, functools.partial(_row, index=i))) for i in range(batch_size(batch))]
+        found = [of(i, row(batch, i)) for i in range(batch_size(batch))]
     if not found:
-        return written({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
+        return from_dense({name: p.new_zeros(0, *p.shape) for name, p in parameters.items()}, parameters)
     # a sparse embedding's gradient is sparse
     each = {name: torch.stack([g[name].to_dense() for g in found]) for name in parameters}
-    return written(each, parameters)
+    return from_dense(each, parameters)

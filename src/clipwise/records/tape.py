@@ -62,7 +62,7 @@ class Call:
     function: Callable[..., Any]
     arguments: tuple[Rows | None, ...]
     outputs: tuple[Rows | None, ...]
-    written: bool = False  # the model writes into its outputs afterwards, as nn.ReLU(inplace=True) does
+    overwritten: bool = False  # the model writes into its outputs afterwards, as nn.ReLU(inplace=True) does
 
     @property
     def label(self) -> str:
@@ -259,6 +259,11 @@ def mapped(tree: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     return _rebuilt(tree, lambda part: mapped(part, function))
+
+
+def row(batch: Any, index: int) -> Any:
+    """One row of a batch, as a batch of its own."""
+    return mapped(batch, lambda t: t[index : index + 1] if t.dim() else t)
 
 
 def _rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:

@@ -216,9 +216,9 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         return None
     edges, counts = shown.looks[-1]["norm_edges"], shown.looks[-1]["norm_counts"]
     low, high = edges[0], edges[-1]
-    norms_ = torch.logspace(math.log10(low), math.log10(high), 81, dtype=torch.float64) if high > low else None
-    if norms_ is None:
+    if not low < high:
         return None
+    lengths = torch.logspace(math.log10(low), math.log10(high), 81, dtype=torch.float64)
     middle = float(shown.looks[-1]["spread"]["quantiles"]["50%"])
     lines: list[Mark] = []
     apart = []
@@ -228,10 +228,10 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
             apart.append(run.name)  # there is no one norm
             continue
         at = torch.tensor([middle], dtype=torch.float64)
-        share = method.weigh(norms_) / (method.weigh(at) if float(method.weigh(at)) > 0 else 1.0)
+        share = method.weigh(lengths) / (method.weigh(at) if float(method.weigh(at)) > 0 else 1.0)
         there = (share > 0) & share.isfinite()
         if bool(there.any()):
-            x, y = tuple(norms_[there].tolist()), tuple(share[there].tolist())
+            x, y = tuple(lengths[there].tolist()), tuple(share[there].tolist())
             lines.append(Line(run.name, number, x, y, dots=False))
     if not lines:
         return None

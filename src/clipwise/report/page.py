@@ -1,7 +1,7 @@
 """One page about many runs: report.html, which opens from disk and needs nothing else, and the same as report.json.
 
 Receives: runs as they were recorded, and a folder.
-Gives: written: the paths of the page, the JSON and the plots; document: the frame of any such page.
+Gives: write_report: the paths of the page, the JSON and the plots; document: the frame of any such page.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NOTHING = "Nothing was measured of these runs but their privacy."
 SMALL, WIDE, TALL = (210, 190), (420, 290), 440  # a panel of many, one alone, and two that stand on each other
 
 
-def written(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> list[Path]:
+def write_report(runs: Sequence[Recorded], folder: Path, *, plots: bool = False) -> list[Path]:
     """Write the page, the JSON and, where ``plots`` are asked for, PNG and SVG files."""
     shown = figures(runs)
     try:

@@ -49,7 +49,7 @@ class _Canvas:
         self.y_ticks, self.x_ticks = ticks(self.y, 5), ticks(self.x, 5 if width > 300 else 3)
         named = max((len(_short(line.name)) for line in self.lines), default=0) if self.labelled else 0
         self.right = width - (22 + LETTER * named if named else 12)
-        self.left = 14 + LETTER * max(len(written(t, self.y)) for t in self.y_ticks) if self.y_ticks else 20
+        self.left = 14 + LETTER * max(len(formatted(t, self.y)) for t in self.y_ticks) if self.y_ticks else 20
         self.top, self.bottom = (32.0 if panel.title or panel.y.label else 10.0), height - 42.0
 
     def at(self, x: float, y: float) -> tuple[float, float]:
@@ -80,12 +80,12 @@ class _Canvas:
         for tick in self.y_ticks:
             _, y = self.at(self._first(), tick)
             yield f'<line x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{y}" y2="{y}" class="grid"/>'
-            yield f'<text x="{self.left - 7:.1f}" y="{y + 4.5:.1f}" class="tick end">{written(tick, self.y)}</text>'
+            yield f'<text x="{self.left - 7:.1f}" y="{y + 4.5:.1f}" class="tick end">{formatted(tick, self.y)}</text>'
         base = self.bottom
         yield f'<line x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{base}" y2="{base}" class="axis"/>'
         for tick in self.x_ticks:
             x, _ = self.at(tick, self._low_y())
-            yield f'<text x="{x}" y="{base + 18}" class="tick mid">{written(tick, self.x)}</text>'
+            yield f'<text x="{x}" y="{base + 18}" class="tick mid">{formatted(tick, self.x)}</text>'
         middle = max((self.left + self.right) / 2, LETTER * len(self.panel.x.label) / 2)
         yield f'<text x="{middle:.1f}" y="{self.height - 6}" class="label mid">{escape(self.panel.x.label)}</text>'
 
@@ -101,8 +101,8 @@ class _Canvas:
             dash = ' stroke-dasharray="6 4"' if mark.colour >= len(HUES) else ""
             path = " ".join(f"{x},{y}" for x, y in points)
             dots = "".join(
-                f'<circle cx="{x}" cy="{y}" r="3"><title>{escape(mark.name)}: {written(a, self.x, 3)}, '
-                f"{written(b, self.y, 3)}</title></circle>"
+                f'<circle cx="{x}" cy="{y}" r="3"><title>{escape(mark.name)}: {formatted(a, self.x, 3)}, '
+                f"{formatted(b, self.y, 3)}</title></circle>"
                 for (x, y), a, b in zip(points, mark.x, mark.y, strict=True)
                 if mark.dots
             )
@@ -151,7 +151,7 @@ def _ranked(panel: Panel, rank: Rank, width: int, about: str) -> str:
         parts.append(
             f'{_group(colour)}<text x="{left - 8:.1f}" y="{y + 15}" class="name end">{escape(_short(name))}</text>'
             f'<rect x="{left:.1f}" y="{y}" width="{length:.1f}" height="20" rx="3"/>'
-            f'<text x="{left + length + 7:.1f}" y="{y + 15}" class="name">{written(value, axis, 1)}</text></g>'
+            f'<text x="{left + length + 7:.1f}" y="{y + 15}" class="name">{formatted(value, axis, 1)}</text></g>'
         )
     label = escape(about or panel.x.label, quote=True)
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}" class="chart">{"".join(parts)}</svg>'
@@ -249,7 +249,7 @@ def ticks(axis: Axis, wanted: int) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + near) + 1)]
 
 
-def written(value: float, axis: Axis, digits: int | None = None) -> str:
+def formatted(value: float, axis: Axis, digits: int | None = None) -> str:
     """A number as the axis writes it; ``digits`` for a value that is read and not a tick."""
     if axis.percent:
         span = (axis.high or 0.0) - (axis.low or 0.0)
