@@ -423,14 +423,17 @@ class Private:
         return {name: torch.cat([part[name] for _, part in remembered])[order] for name in remembered[0][1]}
 
     def _warn_of_lost(self) -> None:
-        """Warn of a step to which no sample added anything; to ask a GPU is to wait for it, so only now and then."""
+        """Warn of a step to which most samples added nothing; to ask a GPU is to wait for it, so only now and then."""
         seen = self.observed
         often = self._passes.device.type == "cpu" or self._taken % 100 == 0
-        if often and not self._lost and seen is not None and seen.samples and seen.non_finite == seen.samples:
+        if often and not self._lost and seen is not None and 0 < seen.samples <= 2 * seen.non_finite:
             self._lost = True
+            some = f"{seen.non_finite} of {seen.samples} samples had no finite gradient and added nothing"
+            none = "no sample had a finite gradient, so that noise alone was added"
+            said = none if seen.non_finite == seen.samples else some
             warnings.warn(
-                f"no sample of step {self._taken} had a finite gradient, so that noise alone was added: the model has "
-                "diverged, or the loss is not a number; write a smaller learning rate, or look at the loss",
+                f"in step {self._taken + 1} {said}: the model has diverged, or the data or the loss are not numbers; "
+                "write a smaller learning rate, or look at the data and the loss",
                 stacklevel=3,
             )
 
