@@ -646,7 +646,10 @@ def test_ctrl_c_waits_for_the_step_and_the_resumed_run_makes_exactly_the_planned
     assert "is finished: repeat it with clipwise train --config" in one_line(capsys, ["train", "--resume", "run"])
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(
+    kind: signal.Signals, monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
     seeded = ("--noise-seed", "1", "--quiet", "--method", "adaptive")
     assert main(small("--folder", "whole", *seeded, steps=6)) == 0
     original = Bar.__call__
@@ -654,7 +657,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pyte
     def press(bar: Bar, done: int, total: int, row: Any) -> None:
         original(bar, done, total, row)
         if done == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(kind)
 
     monkeypatch.setattr(Bar, "__call__", press)
     assert main(small("--folder", "parts", *seeded, steps=6)) == 130

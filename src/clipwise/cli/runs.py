@@ -360,22 +360,29 @@ def measured_every(config: TrainConfig, steps: int) -> int:
 
 @contextmanager
 def _patient(bar: Bar) -> Iterator[threading.Event]:
-    """Within it the first Ctrl-C sets the event that is given, and the second one interrupts."""
+    """Within it the first Ctrl-C or SIGTERM sets the event that is given, and the second one interrupts.
+
+    SIGTERM too: a batch system or a container that ends sends it, and a killed run pays for its last steps twice.
+    """
     heard = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
         yield heard
         return
 
     def hear(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
+        restore()
         heard.set()
         bar.stopping()
 
-    before = signal.signal(signal.SIGINT, hear)
+    def restore() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    before = {kind: signal.signal(kind, hear) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield heard
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:
