@@ -338,10 +338,30 @@ def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.C
     assert "takes whole numbers (tokens)" in one_line(capsys, other)
 
 
+def test_texts_of_one_s_own_get_a_network_of_tokens_with_their_vocabulary(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "t.csv").write_text("note,y\n" + "good day,1\nbad day,0\n" * 25)
+    data = "csv:t.csv?label=y:0|1&text=note&tokens=4&vocabulary=50"
+    words = ["train", "--data", data, *FAST, "--steps", "1", "--quiet"]
+    assert main([*words, "--folder", "run"]) == 0
+    assert 'model = "gru_enhanced"' in (here / "run/settings.toml").read_text()
+    said = one_line(capsys, [*words, "--vocabulary", "20"])
+    assert "at least that of the data, 50, got 20: leave --vocabulary out, or write vocabulary=20 among" in said
+
+
 def test_a_number_may_be_written_as_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["calibrate", "--noise-multiplier", "1", "--steps", "5", "--accountant", "rdp", "--json"]
     assert main([*words, "--sampling-rate", "256/2400"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling_rate"] == 256 / 2400
+
+
+def test_a_test_part_of_one_class_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    x, y = np.random.RandomState(0).randn(100, 4), np.arange(100) % 2
+    data = saved("one.npz", x=x, y=y, x_test=x, y_test=0 * y)
+    assert main(["train", "--data", data, *FAST, "--steps", "2", "--folder", "one", "--quiet"]) == 0
+    said = "All evaluation samples of flat are of one class, so that accuracy says nothing: look at the labels."
+    assert capsys.readouterr().err == f"warning: {said}\n"
 
 
 def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -666,6 +686,18 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(
     first, second = (torch.load(here / name / "model.pt") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert (here / "whole/metrics.jsonl").read_text() == (here / "parts/metrics.jsonl").read_text()
+
+
+def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "__call__", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert main(small("--folder", "all/a run", "--quiet")) == 130
+    for words in (["report", "all"], ["report", "all/a run"], ["audit", "all/a run"]):
+        assert "write clipwise train --resume 'all/a run', which was interrupted" in one_line(capsys, words)
+    assert main(["train", "--resume", "all/a run", "--quiet"]) == 0
+    assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
 
 
 def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
