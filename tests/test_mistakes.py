@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import clipwise as cw
+from clipwise import report
+from clipwise.methods import Method
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
@@ -198,3 +201,56 @@ def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise()
     model[1] = nn.Linear(5, 3)
     with pytest.raises(InputError, match="1.weight is not in the optimizer.*was a module exchanged"):
         private.step(next(private.batches()))
+
+
+def own(weigh: Any) -> Method:
+    return Method("mine", cw.flat().citation, {}, weigh=weigh, bound=1.0)
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda n: 1 / torch.maximum(n, n.mean()),
+        lambda n: torch.where(n <= n.median(), 1 / n, 0.0),
+        lambda n: torch.rand_like(n) / n,
+    ],
+)
+def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for method in (own(weigh), cw.inner_momentum(own(weigh)), cw.schedule([(0, cw.flat()), (2, own(weigh))])):
+        with pytest.raises(Refused, match="depend on other samples' norms too"):
+            cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
+    private = cw.make_private(model, optimizer, (X, Y), **PLAN)
+    with pytest.raises(Refused, match="depend on other samples' norms too"):
+        private.method = own(weigh)
+
+
+def test_a_method_of_one_s_own_trains_and_its_run_is_no_page(tmp_path: Path) -> None:
+    smooth = own(lambda n: 1 / (1 + n * n).sqrt())
+    run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=smooth, folder=tmp_path / "run", **PLAN)
+    assert "method       mine()" in run.statement.text()
+    with pytest.raises(InputError, match=r"whose method mine\(\) is not clipwise's own: read its statement\.txt"):
+        report.read([tmp_path / "run"])
+    with pytest.raises(InputError, match=r"mine must weigh norms \[n\] by weights \[n\], got float"):
+        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=own(lambda n: 0.1), **PLAN)
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (lambda state, g, noise: g, r"mine\(\) must give \(state, gradient\), got dict"),
+        (lambda state, g, noise: (state, {"weight": g["weight"]}), r"an update of bias of its shape \(3,\), got None"),
+    ],
+)
+def test_a_filter_that_gives_something_else_is_told_what_to_give(apply: Any, message: str) -> None:
+    model, post = nn.Linear(4, 3), cw.postprocess.Post("mine()", apply)
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), post=post, **PLAN)
+    with pytest.raises(InputError, match=message):
+        private.step(next(private.batches()))
+
+
+def test_a_method_in_a_message_is_the_expression_that_makes_it() -> None:
+    assert repr(cw.layerwise(cw.psac())) == str(cw.layerwise(cw.psac()))
+    with pytest.raises(InputError, match=r"phases must be pairs .*, got \(flat\(clip_norm=1\.0\), flat"):
+        cw.schedule((cw.flat(), cw.flat()))  # type: ignore[arg-type]

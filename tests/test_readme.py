@@ -1,6 +1,6 @@
-"""What the documentation shows runs: each Python block of the README, and each file in examples/.
+"""What the documentation shows runs: each Python block of the README and of some pages, and each file in examples/.
 
-Receives: README.md and examples/ of the repository.
+Receives: README.md, docs/ and examples/ of the repository.
 Gives: the block or file that fails. Examples are run small: with CLIPWISE_QUICK=1, and --quick where they know it.
 """
 
@@ -47,11 +47,13 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
+def python_of(page: Path) -> list[Block]:
+    return [block for block in blocks(page.read_text()) if block.language in ("python", "py")] if page.exists() else []
+
+
 def groups() -> list[list[Block]]:
     """Python blocks under one heading continue each other; another heading begins anew."""
-    if not README.exists():
-        return []
-    python = [block for block in blocks(README.read_text()) if block.language in ("python", "py")]
+    python = python_of(README)
     return [list(group) for _, group in groupby(python, key=lambda block: block.heading)]
 
 
@@ -79,6 +81,16 @@ def test_the_readme_s_blocks_run(group: list[Block], tmp_path: Path, monkeypatch
     for block in group:
         # as many empty lines first as stand above the block, so that a traceback shows the README's line
         exec(compile("\n" * (block.line - 1) + block.code, str(README), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["methods.md", "models.md"])
+def test_the_blocks_of_a_page_run_one_after_another(name: str) -> None:
+    page = ROOT / "docs" / name
+    namespace: dict[str, object] = {"__name__": "page"}
+    found = python_of(page)
+    assert found
+    for block in found:
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
 
 
 def test_the_readme_s_own_loop_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
-from clipwise.step import Observed, fed_back, private_sum, zeros
+from clipwise.step import Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.types import (
     Batch,
     Event,
@@ -148,6 +148,7 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
+        check_weights(method, trainable(self.model))
         if method.probe is not self._method.probe:
             self._tested.clear()  # it takes gradients elsewhere
         self._follow(method)
@@ -235,7 +236,10 @@ class Private:
         self._follow(method.next(released, units))
         TRAINED[self.model] = self.ledger
         past = tuple([self._parameters(), *self.state.past][: method.past]) if method.past else ()
-        filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
+        made = self.post.apply(self.state.post, released.gradient, released.deviation)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+            raise InputError(f"{self.post} must give (state, gradient), got {type(made).__name__}: write it so")
+        filtered, update = made
         self._state = PublicState(past, released.gradient, filtered)
         self._update(parameters, update)
 
@@ -269,10 +273,11 @@ class Private:
         # with the parameters' own strides, so that it can update many at once
         gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
         for name, parameter in parameters.items():
-            if update[name].shape != parameter.shape:
+            got = update.get(name)
+            if got is None or got.shape != parameter.shape:
                 raise InputError(
                     f"expected an update of {name} of its shape {tuple(parameter.shape)}, got "
-                    f"{tuple(update[name].shape)}: let the post-processing give one tensor for each"
+                    f"{None if got is None else tuple(got.shape)}: let the post-processing give one tensor for each"
                 )
         torch._foreach_copy_(gradients, [update[name] for name in parameters])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):

@@ -37,6 +37,7 @@ from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules, restored
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
+from clipwise.step import check_weights
 from clipwise.types import (
     Batch,
     Event,
@@ -124,7 +125,7 @@ def make_private(
         raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
     phases = chosen.phases
     for phase in phases:
-        phase.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after some steps
+        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     after = postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post
     if not isinstance(after, Post):

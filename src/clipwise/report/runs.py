@@ -56,7 +56,14 @@ class Recorded:
     @property
     def method(self) -> Method:
         """The method that it began with."""
-        return methods.parse(self.statement["method"].partition("; from step ")[0])
+        said = self.statement["method"].partition("; from step ")[0]
+        try:
+            return methods.parse(said)
+        except InputError as error:  # one of the user's own
+            raise InputError(
+                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: read its "
+                f"{STATEMENT_TEXT} and {METRICS}"
+            ) from error
 
     @property
     def last(self) -> Values:
