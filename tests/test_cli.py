@@ -610,6 +610,15 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     ]
 
 
+@pytest.mark.parametrize("command", [[], ["advise"], ["audit"]])
+def test_help_is_as_wide_as_the_terminal(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 # Ctrl-C
 
 
