@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from clipwise.accounting import Ledger
+from clipwise.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -91,6 +92,21 @@ def test_the_blocks_of_a_page_run_one_after_another(name: str) -> None:
     assert found
     for block in found:
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+def test_the_page_on_data_predicts_with_what_the_command_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("people.csv").write_text("age,income\n" + "20,low\n90,high\n" * 100)
+    Path("new.csv").write_text("age,income\n" + "90,low\n20,low\n")
+    data = "csv:people.csv?label=income:low|high&columns=age:18..100"
+    steps = ["--epsilon", "8", "--steps", "30", "--batch", "100", "--noise-seed", "1", "--quiet"]
+    assert main(["train", "--data", data, "--folder", "runs/mine", *steps]) == 0
+    (block,) = (block for block in python_of(ROOT / "docs/data.md") if block.heading.startswith("Predicting"))
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block.code, "docs/data.md", "exec"), namespace)
+    assert namespace["found"].tolist() == [1, 0]
 
 
 def test_the_readme_s_own_loop_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
