@@ -516,6 +516,7 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("", "the label's column, one of age, pay, town, kind, note, answer: write 'csv:PATH?label=NAME:low|high'"),
         ("label=answer", "be said to be classes or a range, got 'answer': write 'label=answer:low|high' or"),
         ("label=answer:#3", "must be said to be classes or a range"),
+        ("label=pay:log(0..9)&columns=age", "must be said to be classes or a range, got 'pay:log(0..9)': write"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
         ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: name it too"),
         ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in line 2"),

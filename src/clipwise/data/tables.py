@@ -133,7 +133,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
-    if not isinstance(label, (Range, Values)):
+    if not isinstance(label, (Range, Values)) or (isinstance(label, Range) and label.log):  # an error has one unit
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
             f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
