@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
 from clipwise import report
@@ -201,6 +202,23 @@ def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise()
     model[1] = nn.Linear(5, 3)
     with pytest.raises(InputError, match="1.weight is not in the optimizer.*was a module exchanged"):
         private.step(next(private.batches()))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(checkpoint(lambda h: self.middle(h).relu(), self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_named(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    with pytest.raises(InputError, match=r"gradient checkpointing.*turn it off.*smaller chunk"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
 
 
 def own(weigh: Any) -> Method:
