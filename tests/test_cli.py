@@ -76,7 +76,7 @@ def unlearnt(text: str) -> str:
 
 def test_without_arguments_it_shows_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(command.example in shown and command.does in shown for command in COMMANDS.values())
 
 
