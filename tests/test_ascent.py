@@ -377,7 +377,7 @@ def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
     runs = [
         lambda: displaced(capture, batch, along, RADIUS),
         lambda: displaced(capture, batch, along.merged(2), RADIUS),
-        lambda: displaced(capture, batch, written(along.materialise(), along.like), RADIUS),
+        lambda: displaced(capture, batch, from_dense(along.materialise(), along.like), RADIUS),
         lambda: curvature(capture, batch, along),
     ]
     plain = [run().materialise() for run in runs]

@@ -76,7 +76,7 @@ def unlearnt(text: str) -> str:
 
 def test_without_arguments_it_shows_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert all(command.example in shown and command.does in shown for command in COMMANDS.values())
 
 
@@ -338,10 +338,30 @@ def test_tokens_go_to_models_of_tokens_and_as_numbers_to_others(capsys: pytest.C
     assert "takes whole numbers (tokens)" in one_line(capsys, other)
 
 
+def test_texts_of_one_s_own_get_a_network_of_tokens_with_their_vocabulary(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "t.csv").write_text("note,y\n" + "good day,1\nbad day,0\n" * 25)
+    data = "csv:t.csv?label=y:0|1&text=note&tokens=4&vocabulary=50"
+    words = ["train", "--data", data, *FAST, "--steps", "1", "--quiet"]
+    assert main([*words, "--folder", "run"]) == 0
+    assert 'model = "gru_enhanced"' in (here / "run/settings.toml").read_text()
+    said = one_line(capsys, [*words, "--vocabulary", "20"])
+    assert "at least that of the data, 50, got 20: leave --vocabulary out, or write vocabulary=20 among" in said
+
+
 def test_a_number_may_be_written_as_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["calibrate", "--noise-multiplier", "1", "--steps", "5", "--accountant", "rdp", "--json"]
     assert main([*words, "--sampling-rate", "256/2400"]) == 0
     assert json.loads(capsys.readouterr().out)["sampling_rate"] == 256 / 2400
+
+
+def test_a_test_part_of_one_class_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    x, y = np.random.RandomState(0).randn(100, 4), np.arange(100) % 2
+    data = saved("one.npz", x=x, y=y, x_test=x, y_test=0 * y)
+    assert main(["train", "--data", data, *FAST, "--steps", "2", "--folder", "one", "--quiet"]) == 0
+    said = "All evaluation samples of flat are of one class, so that accuracy says nothing: look at the labels."
+    assert capsys.readouterr().err == f"warning: {said}\n"
 
 
 def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -590,6 +610,15 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
     ]
 
 
+@pytest.mark.parametrize("command", [[], ["advise"], ["audit"]])
+def test_help_is_as_wide_as_the_terminal(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 # Ctrl-C
 
 
@@ -646,7 +675,10 @@ def test_ctrl_c_waits_for_the_step_and_the_resumed_run_makes_exactly_the_planned
     assert "is finished: repeat it with clipwise train --config" in one_line(capsys, ["train", "--resume", "run"])
 
 
-def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(
+    kind: signal.Signals, monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
     seeded = ("--noise-seed", "1", "--quiet", "--method", "adaptive")
     assert main(small("--folder", "whole", *seeded, steps=6)) == 0
     original = Bar.__call__
@@ -654,7 +686,7 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pyte
     def press(bar: Bar, done: int, total: int, row: Any) -> None:
         original(bar, done, total, row)
         if done == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(kind)
 
     monkeypatch.setattr(Bar, "__call__", press)
     assert main(small("--folder", "parts", *seeded, steps=6)) == 130
@@ -663,6 +695,18 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(monkeypatch: pyte
     first, second = (torch.load(here / name / "model.pt") for name in ("whole", "parts"))
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert (here / "whole/metrics.jsonl").read_text() == (here / "parts/metrics.jsonl").read_text()
+
+
+def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "__call__", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert main(small("--folder", "all/a run", "--quiet")) == 130
+    for words in (["report", "all"], ["report", "all/a run"], ["audit", "all/a run"]):
+        assert "write clipwise train --resume 'all/a run', which was interrupted" in one_line(capsys, words)
+    assert main(["train", "--resume", "all/a run", "--quiet"]) == 0
+    assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
 
 
 def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -516,6 +516,7 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("", "the label's column, one of age, pay, town, kind, note, answer: write 'csv:PATH?label=NAME:low|high'"),
         ("label=answer", "be said to be classes or a range, got 'answer': write 'label=answer:low|high' or"),
         ("label=answer:#3", "must be said to be classes or a range"),
+        ("label=pay:log(0..9)&columns=age", "must be said to be classes or a range, got 'pay:log(0..9)': write"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
         ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: name it too"),
         ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in line 2"),
@@ -525,7 +526,7 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("label=answer:no|yes&columns=age:log(-2..9)", "range of age must be LOW..HIGH"),
         ("label=answer:no|yes&columns=age:nan..9", "range of age must be LOW..HIGH"),
         ("label=answer:no|yes&columns=age:old", "age must be said to be a range, values or buckets, got 'old'"),
-        ("label=answer:no|yes&columns=age:a|a", "age must be said to be a range, values or buckets"),
+        ("label=answer:no|yes&columns=age:a|a", "'age:low|high' with two values or more, each once"),
         ("label=answer:no|yes&columns=town:#many", "the buckets of town must be a whole number, got 'many'"),
         ("label=answer:no|yes&columns=town:#0", "the buckets of town must be a whole number, got '0'"),
         ("label=answer:no|yes&columns=age,answer:#2", "the label answer must not be among the inputs"),
@@ -537,7 +538,7 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("label=answer:no|yes&label=age:0..1", "got label twice"),
         ("label", "data options must be key=value, got 'label' in"),
         ("label=answer:no|yes&separator=,,", "separator must be one sign or comma, semicolon"),
-        ("label=answer:no|yes&separator=;", "csv has no column 'answer'"),
+        ("label=answer:no|yes&separator=;", "csv has no column 'answer': write separator=comma"),
         ("label=answer:no|yes&names=a,b", "must have the 2 columns a, b in each row, got 6 in line 1"),
         ("label=answer:no|yes&columns=age&test_file=none.csv", "'none.csv' does not exist (looked in"),
         ("label=answer:no|yes&columns=age&train=9", "train of csv must be at most the 4 rows that there are, got 9"),
@@ -586,6 +587,13 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
         ("a,y\n1,0\nnan,1\n", "the column a must hold numbers, got 'nan' in line 3"),
         ("a,y\n1,0\n" + "1" * 400 + ",1\n", "the column a must hold numbers"),
         ("a,y\n1,0\n2,1\n", "csv must have at least 5 rows to be split, got 2"),
+        ('a,y\n"0,5",0\n"1,5",1\n', "got '0,5' in line 2: write it with a point and no other signs, as in 1234.5"),
+        ('a,y\n7,0\n"$1,234.5",1\n', "got '$1,234.5' in line 3: write it with a point and no other signs"),
+        (
+            "a;y\n0,5;0\n1,5;1\n",
+            "the 1 columns a;y in each row, got 2 in line 2: mend it, or write separator=semicolon",
+        ),
+        (500 * "a" + ",y\n1\n", f"the 2 columns {40 * 'a'}…, y in each row, got 1"),
     ],
 )
 def test_a_bad_table_is_an_error_of_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -611,6 +619,10 @@ def test_a_file_that_is_no_text_or_no_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00a")
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "must be a text file in UTF-8")
     refused(f"csv:{tmp_path}?label=y:0|1", "is a folder: write csv:PATH")
+    (tmp_path / "t.csv").write_bytes(gzip.compress(b"a,y\n1,0\n"))
+    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "got a gzip file: unpack it")
+    (tmp_path / "t.csv").write_bytes(b"PK\x03\x04\xff")
+    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "Excel file: unpack it, or save it as csv")
 
 
 @pytest.mark.parametrize("said", ["", "?label=income:low|high", "?label=high:low|high&columns=age"])

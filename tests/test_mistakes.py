@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
+from clipwise import report
+from clipwise.methods import Method
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
@@ -58,12 +62,65 @@ def test_arguments_in_the_wrong_places_are_named() -> None:
         ((X, Y.float()), r"write y\.long\(\), or for numbers to predict loss=clipwise\.squared_error"),
         ({"x": X, "y": Y}, r"takes batches \(inputs, labels\), got dict: write a loss\(model, batch\) of your own"),
         ((X, Y, Y), "got 3 parts"),
+        ((X, Y[:, None]), r"one label per sample, got shape \[2, 1\]: write y\.squeeze\(1\)"),
+        ((X, nn.functional.one_hot(Y)), r"one label per sample, got shape \[2, 3\]: write y\.argmax\(1\)"),
     ],
 )
 def test_data_that_the_usual_loss_cannot_take_is_named(data: Any, message: str) -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=message):
         cw.make_private(model, torch.optim.SGD(model.parameters()), data, **{**PLAN, "batch": 3})
+
+
+def test_labels_of_any_whole_numbers_are_labels() -> None:
+    model = nn.Linear(4, 3)
+    expected = cw.cross_entropy(model, (X, Y))
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert torch.equal(cw.cross_entropy(model, (X, Y.to(dtype))), expected)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "y", "write"),
+    [(1, X[:, :1], r"y\.squeeze\(1\)"), (3, X[:, 0], r"a loss\(model, batch\)"), (1, X[:, :2], r"a loss\(model")],
+)
+def test_shapes_that_would_broadcast_in_a_squared_error_are_named(outputs: int, y: torch.Tensor, write: str) -> None:
+    model = nn.Linear(4, outputs)
+    with pytest.raises(InputError, match=f"squared_error takes one output and one number per sample.*write {write}"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, y), loss=cw.squared_error, **PLAN)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (nn.functional.cross_entropy, "cross_entropy"),
+        (lambda model, x, y: nn.functional.cross_entropy(model(x), y, reduction="none"), "<lambda>"),
+        (nn.CrossEntropyLoss(reduction="none"), "CrossEntropyLoss"),
+    ],
+)
+def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any, got: str) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=rf"function loss\(model, batch\).*got {got}; write"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), loss=loss, **PLAN)
+
+
+@pytest.mark.parametrize("name", ["ledger", "spent"])
+def test_a_path_is_no_ledger(name: str) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=rf"{name} must be a ledger, got 'x\.jsonl': write {name}=clipwise\.Ledger"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **{**PLAN, name: "x.jsonl"})
+
+
+@pytest.mark.parametrize("found", [None, {"a": "b"}, {"a": torch.ones(3)}, {"a": None}])
+def test_what_is_no_number_is_not_measured(found: Any) -> None:
+    with pytest.raises(InputError, match="evaluate must give numbers by name"):
+        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=lambda m: found, **PLAN)
+
+
+def test_evaluate_is_asked_for_and_cannot_state_another_epsilon() -> None:
+    with pytest.raises(InputError, match="evaluate must be a function of the model, got 5"):
+        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=5, **PLAN)  # type: ignore[arg-type]
+    run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=lambda m: {"epsilon": 0.1, "a": 1}, **PLAN)
+    assert run.metrics[-1] == {"step": 3, "epsilon": run.epsilon, "a": 1}
 
 
 class Scaled(torch.autograd.Function):
@@ -97,6 +154,10 @@ def test_what_is_wrong_with_a_loss_or_a_model_is_said_as_it_is() -> None:
         made(nn.Linear(4, 3), lambda m, b: cw.cross_entropy(m, b).detach())
     with pytest.raises(InputError, match=r"got shape \[2, 3\]; write values\.flatten\(1\)\.mean\(1\)"):
         made(nn.Linear(4, 3), lambda m, b: m(b[0]).square())
+    with pytest.raises(
+        InputError, match=r"\[2, 2\]; write model\(x\)\.squeeze\(1\) where \[2, 1\] met \[2\], otherwise"
+    ):
+        made(nn.Linear(4, 1), lambda m, b: (m(b[0]) - b[1]).square(), Y.float())
     with pytest.raises(Refused, match=r"the loss mixes the samples.*\[n, 1\] and \[n\] make \[n, n\]"):
         made(nn.Linear(4, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(1), Y.float())
     with pytest.raises(InputError, match="call each layer once for the whole batch"):
@@ -113,11 +174,26 @@ def test_a_model_that_diverged_is_warned_of_once() -> None:
     private.step(next(batches))
     with torch.no_grad():
         model.weight.fill_(float("nan"))
-    with pytest.warns(UserWarning, match="no sample of step 1 had a finite gradient, so that noise alone was added"):
+    with pytest.warns(UserWarning, match="in step 2 no sample had a finite gradient, so that noise alone was added"):
         private.step(next(batches))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         private.step(next(batches))
+
+
+def test_samples_that_are_lost_are_warned_of_where_they_are_most() -> None:
+    class Holes(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, i: int) -> Any:
+            return X[i] * (1 if i < 4 else float("nan")), Y[i]
+
+    model = nn.Linear(4, 3)
+    plan = {**PLAN, "batch": 40, "self_test": False}
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), Holes(), **plan)
+    with pytest.warns(UserWarning, match="in step 1 36 of 40 samples had no finite gradient and added nothing"):
+        private.step(next(private.batches()))
 
 
 def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise() -> None:
@@ -126,3 +202,73 @@ def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise()
     model[1] = nn.Linear(5, 3)
     with pytest.raises(InputError, match="1.weight is not in the optimizer.*was a module exchanged"):
         private.step(next(private.batches()))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(checkpoint(lambda h: self.middle(h).relu(), self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_is_named(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    with pytest.raises(InputError, match=r"gradient checkpointing.*turn it off.*smaller chunk"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+
+
+def own(weigh: Any) -> Method:
+    return Method("mine", cw.flat().citation, {}, weigh=weigh, bound=1.0)
+
+
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda n: 1 / torch.maximum(n, n.mean()),
+        lambda n: torch.where(n <= n.median(), 1 / n, 0.0),
+        lambda n: torch.rand_like(n) / n,
+    ],
+)
+def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for method in (own(weigh), cw.inner_momentum(own(weigh)), cw.schedule([(0, cw.flat()), (2, own(weigh))])):
+        with pytest.raises(Refused, match="depend on other samples' norms too"):
+            cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
+    private = cw.make_private(model, optimizer, (X, Y), **PLAN)
+    with pytest.raises(Refused, match="depend on other samples' norms too"):
+        private.method = own(weigh)
+
+
+def test_a_method_of_one_s_own_trains_and_its_run_is_no_page(tmp_path: Path) -> None:
+    smooth = own(lambda n: 1 / (1 + n * n).sqrt())
+    run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=smooth, folder=tmp_path / "run", **PLAN)
+    assert "method       mine()" in run.statement.text()
+    with pytest.raises(InputError, match=r"whose method mine\(\) is not clipwise's own: read its statement\.txt"):
+        report.read([tmp_path / "run"])
+    with pytest.raises(InputError, match=r"mine must weigh norms \[n\] by weights \[n\], got float"):
+        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=own(lambda n: 0.1), **PLAN)
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (lambda state, g, noise: g, r"mine\(\) must give \(state, gradient\), got dict"),
+        (lambda state, g, noise: (state, {"weight": g["weight"]}), r"an update of bias of its shape \(3,\), got None"),
+    ],
+)
+def test_a_filter_that_gives_something_else_is_told_what_to_give(apply: Any, message: str) -> None:
+    model, post = nn.Linear(4, 3), cw.postprocess.Post("mine()", apply)
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), post=post, **PLAN)
+    with pytest.raises(InputError, match=message):
+        private.step(next(private.batches()))
+
+
+def test_a_method_in_a_message_is_the_expression_that_makes_it() -> None:
+    assert repr(cw.layerwise(cw.psac())) == str(cw.layerwise(cw.psac()))
+    with pytest.raises(InputError, match=r"phases must be pairs .*, got \(flat\(clip_norm=1\.0\), flat"):
+        cw.schedule((cw.flat(), cw.flat()))  # type: ignore[arg-type]

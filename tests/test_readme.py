@@ -1,6 +1,6 @@
-"""What the documentation shows runs: each Python block of the README, and each file in examples/.
+"""What the documentation shows runs: each Python block of the README and of some pages, and each file in examples/.
 
-Receives: README.md and examples/ of the repository.
+Receives: README.md, docs/ and examples/ of the repository.
 Gives: the block or file that fails. Examples are run small: with CLIPWISE_QUICK=1, and --quick where they know it.
 """
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from clipwise.accounting import Ledger
+from clipwise.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -47,11 +48,13 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
+def python_of(page: Path) -> list[Block]:
+    return [block for block in blocks(page.read_text()) if block.language in ("python", "py")] if page.exists() else []
+
+
 def groups() -> list[list[Block]]:
     """Python blocks under one heading continue each other; another heading begins anew."""
-    if not README.exists():
-        return []
-    python = [block for block in blocks(README.read_text()) if block.language in ("python", "py")]
+    python = python_of(README)
     return [list(group) for _, group in groupby(python, key=lambda block: block.heading)]
 
 
@@ -79,6 +82,31 @@ def test_the_readme_s_blocks_run(group: list[Block], tmp_path: Path, monkeypatch
     for block in group:
         # as many empty lines first as stand above the block, so that a traceback shows the README's line
         exec(compile("\n" * (block.line - 1) + block.code, str(README), "exec"), namespace)
+
+
+@pytest.mark.parametrize("name", ["methods.md", "models.md"])
+def test_the_blocks_of_a_page_run_one_after_another(name: str) -> None:
+    page = ROOT / "docs" / name
+    namespace: dict[str, object] = {"__name__": "page"}
+    found = python_of(page)
+    assert found
+    for block in found:
+        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+def test_the_page_on_data_predicts_with_what_the_command_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("people.csv").write_text("age,income\n" + "20,low\n90,high\n" * 100)
+    Path("new.csv").write_text("age,income\n" + "90,low\n20,low\n")
+    data = "csv:people.csv?label=income:low|high&columns=age:18..100"
+    steps = ["--epsilon", "8", "--steps", "30", "--batch", "100", "--noise-seed", "1", "--quiet"]
+    assert main(["train", "--data", data, "--folder", "runs/mine", *steps]) == 0
+    (block,) = (block for block in python_of(ROOT / "docs/data.md") if block.heading.startswith("Predicting"))
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block.code, "docs/data.md", "exec"), namespace)
+    assert namespace["found"].tolist() == [1, 0]
 
 
 def test_the_readme_s_own_loop_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

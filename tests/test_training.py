@@ -366,6 +366,12 @@ def test_resuming_without_a_run_is_an_error(folder: str | None, tmp_path: Path) 
         trained(resume=True, folder=folder and tmp_path / folder)
 
 
+def test_resuming_a_finished_run_is_told_so(tmp_path: Path) -> None:
+    trained(folder=tmp_path / "run")
+    with pytest.raises(InputError, match=r"is finished: load its model\.pt, or write another folder"):
+        trained(resume=True, folder=tmp_path / "run")
+
+
 # Interruption
 
 

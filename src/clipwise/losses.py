@@ -19,8 +19,14 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
             f"cross_entropy takes labels that are whole numbers, got {labels.dtype}: write y.long(), or for numbers to "
             "predict loss=clipwise.squared_error"
         )
+    outputs = model(inputs)
+    if not labels.is_floating_point():
+        if labels.dim() == outputs.dim() == 2:
+            write = "y.squeeze(1)" if labels.shape[1] == 1 else "y.argmax(1) where each row marks its class with a 1"
+            raise InputError(f"cross_entropy takes one label per sample, got shape {list(labels.shape)}: write {write}")
+        labels = labels.long()  # torch refuses other whole numbers
     try:
-        return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
+        return nn.functional.cross_entropy(outputs, labels, reduction="none")
     except IndexError as error:
         if "out of bounds" not in str(error):
             raise
@@ -33,7 +39,14 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 def squared_error(model: nn.Module, batch: Batch) -> Tensor:
     """The usual loss of a model with one output for batches (inputs, numbers): one value per sample."""
     inputs, targets = _pair(batch, "squared_error", "numbers")
-    return (model(inputs).squeeze(-1) - targets).square()
+    outputs = model(inputs).squeeze(-1)
+    if outputs.shape != targets.shape:  # [n] and [n, 1] would make [n, n]
+        write = "y.squeeze(1)" if targets.shape == (*outputs.shape, 1) else "a loss(model, batch) of your own"
+        raise InputError(
+            f"squared_error takes one output and one number per sample, got outputs of shape {list(outputs.shape)} for "
+            f"numbers of shape {list(targets.shape)}: write {write}"
+        )
+    return (outputs - targets).square()
 
 
 def _pair(batch: Batch, loss: str, second: str) -> tuple[Tensor, Tensor]:

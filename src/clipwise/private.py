@@ -38,7 +38,7 @@ from clipwise.records.compiled import CompiledCapture
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
-from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
+from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.types import (
     Batch,
     Event,
@@ -145,6 +145,7 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
+        check_weights(method, trainable(self.model))
         if method.probe is not self._method.probe:
             self._tested.clear()  # it takes gradients elsewhere
         self._follow(method)
@@ -234,7 +235,10 @@ class Private:
         TRAINED[self.model] = self.ledger
         here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
         past = (here, *self.state.past)[: method.past]
-        filtered, update = self.post.apply(self.state.post, released.gradient, released.deviation)
+        made = self.post.apply(self.state.post, released.gradient, released.deviation)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+            raise InputError(f"{self.post} must give (state, gradient), got {type(made).__name__}: write it so")
+        filtered, update = made
         self._state = PublicState(past, released.gradient, filtered)
         self._update(parameters, update)
 
@@ -268,10 +272,11 @@ class Private:
         # with the parameters' own strides, so that it can update many at once
         gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
         for name, parameter in parameters.items():
-            if update[name].shape != parameter.shape:
+            got = update.get(name)
+            if got is None or got.shape != parameter.shape:
                 raise InputError(
                     f"expected an update of {name} of its shape {tuple(parameter.shape)}, got "
-                    f"{tuple(update[name].shape)}: let the post-processing give one tensor for each"
+                    f"{None if got is None else tuple(got.shape)}: let the post-processing give one tensor for each"
                 )
         torch._foreach_copy_(gradients, [update[name] for name in parameters])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
@@ -401,14 +406,17 @@ class Private:
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
 
     def _warn_of_lost(self) -> None:
-        """Warn of a step to which no sample added anything; to ask a GPU is to wait for it, so only now and then."""
+        """Warn of a step to which most samples added nothing; to ask a GPU is to wait for it, so only now and then."""
         seen = self.observed
         often = self._passes.device.type == "cpu" or self._taken % 100 == 0
-        if often and not self._warned_of_lost and seen is not None and seen.samples and seen.non_finite == seen.samples:
+        if often and not self._warned_of_lost and seen is not None and 0 < seen.samples <= 2 * seen.non_finite:
             self._warned_of_lost = True
+            some = f"{seen.non_finite} of {seen.samples} samples had no finite gradient and added nothing"
+            none = "no sample had a finite gradient, so that noise alone was added"
+            said = none if seen.non_finite == seen.samples else some
             warnings.warn(
-                f"no sample of step {self._taken} had a finite gradient, so that noise alone was added: the model has "
-                "diverged, or the loss is not a number; write a smaller learning rate, or look at the loss",
+                f"in step {self._taken + 1} {said}: the model has diverged, or the data or the loss are not numbers; "
+                "write a smaller learning rate, or look at the data and the loss",
                 stacklevel=3,
             )
 

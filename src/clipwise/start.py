@@ -37,6 +37,7 @@ from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules, restored
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.tape import mapped, tensors
+from clipwise.step import check_weights
 from clipwise.types import (
     Batch,
     Event,
@@ -102,12 +103,7 @@ def make_private(
             f"expected a model first, an nn.Module, got {type(model).__name__}: write make_private(model, optimizer, "
             "data, …)"
         )
-    if isinstance(loss, nn.Module) or not callable(loss):
-        raise InputError(
-            f"loss must be a function loss(model, batch) with one value per sample, got {type(loss).__name__}; write "
-            "for instance clipwise.cross_entropy, or lambda model, batch: criterion(model(batch[0]), batch[1]) with a "
-            "criterion of reduction='none'"
-        )
+    _check_loss(loss)
     # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
     _refuse_compiled(model)
     refuse_modules(model)
@@ -129,7 +125,7 @@ def make_private(
         raise InputError(f"expected a method such as clipwise.psac(), got {method!r}")
     phases = chosen.phases
     for phase in phases:
-        phase.blocks(tuple(parameters))  # a block that no parameter falls in is an error now, not after some steps
+        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     after = postprocess.parse(post) if isinstance(post, str) else identity() if post is None else post
     if not isinstance(after, Post):
@@ -156,6 +152,11 @@ def make_private(
             raise InputError(
                 f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
                 f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
+            )
+    for name, book in (("spent", spent), ("ledger", ledger)):
+        if not isinstance(book, Ledger | None):
+            raise InputError(
+                f"{name} must be a ledger, got {book!r}: write {name}=clipwise.Ledger(PATH of ledger.jsonl)"
             )
     held = [] if ledger is None else ledger.entries
     added = [] if spent is None or spent is ledger else spent.entries
@@ -218,6 +219,27 @@ class Privacy(TypedDict, total=False):
     public: Tensor | None
     collate: Callable[[list[Any]], Batch] | None
     spent: Ledger | None
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what is no loss(model, batch), such as a criterion of outputs and labels."""
+    criterion = isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == nn.functional.__name__
+    if criterion or not callable(loss) or not _takes_two(loss):
+        raise InputError(
+            f"loss must be a function loss(model, batch) with one value per sample, got "
+            f"{getattr(loss, '__name__', type(loss).__name__)}; write for instance clipwise.cross_entropy, or lambda "
+            "model, batch: criterion(model(batch[0]), batch[1]) with a criterion of reduction='none'"
+        )
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature that can be read
+        return True
+    return True
 
 
 def _calibrated(

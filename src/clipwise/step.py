@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipwise.methods import Block, Count, Feedback, Method
 from clipwise.records import SampleGradients, from_dense
-from clipwise.types import Gradient, InputError, Part, PrivateSum
+from clipwise.types import Gradient, InputError, Part, PrivateSum, Refused
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
@@ -201,6 +201,21 @@ class Rule:
         kept = (finite & real)[:, None]
         weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0), self.most), 0.0)
         return weights, finite
+
+
+def check_weights(method: Method, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse weights that follow more than a gradient's own norm: one sample would move all the others' terms."""
+    norms = torch.logspace(-2, 2, 9, device=next(iter(parameters.values())).device)
+    for block in method.blocks(tuple(parameters)):
+        alone, together = [block.weigh(norm) for norm in norms.split(1)], block.weigh(norms.flip(0))
+        if not isinstance(together, Tensor) or together.shape != norms.shape:
+            got = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
+            raise InputError(f"{method.name} must weigh norms [n] by weights [n], got {got}: write norms.new_full(…)")
+        if not torch.allclose(torch.cat(alone), together.flip(0), rtol=1e-3, atol=0, equal_nan=True):
+            raise Refused(
+                f"the weights of {method.name} depend on other samples' norms too, or change from call to call: one "
+                "sample would move the others' terms; write weigh(norms) with each weight from its own norm alone"
+            )
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor, most: int = 0) -> Tensor:

@@ -96,6 +96,8 @@ def train(
     for name in privacy:
         if name not in Privacy.__annotations__:
             raise TypeError(f"train has no option {name!r}: {nearest(name, Privacy.__annotations__)}")
+    if evaluate is not None and not callable(evaluate):
+        raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
     chosen = _optimizer(model, optimizer)
     schedule = _scheduler(chosen, scheduler)
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
@@ -189,9 +191,7 @@ class _Loop:
         if self.evaluate is not None:
             with evaluating(self.model):
                 found = self.evaluate(self.model)
-            if not isinstance(found, Mapping):
-                raise InputError(f"evaluate must give numbers by name, such as {{'accuracy': 0.9}}, got {found!r}")
-            row.update({key: float(value) for key, value in found.items()})
+            row |= {key: value for key, value in _numbers(found).items() if key not in row}  # ε is the run's own
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)
@@ -312,6 +312,14 @@ class _Loop:
             self.board.close()
         place = None if self.folder is None else self.folder.path
         return Run(self.model, statement, tuple(self.metrics), place, citation, tuple(self.looks))
+
+
+def _numbers(found: Any) -> dict[str, float]:
+    try:
+        return {key: float(value) for key, value in found.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # torch raises the last for several numbers
+        said = f"evaluate must give numbers by name, such as {{'accuracy': 0.9}}, got {found!r}"
+        raise InputError(said) from None
 
 
 def _holds(rows: Sequence[Mapping[str, Any]], step: int) -> bool:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from clipwise import __version__, config
-from clipwise.cli.options import read
+from clipwise.cli.options import filled, read
 from clipwise.types import InputError, nearest
 
 
@@ -79,13 +79,14 @@ class Finding(Exception):
     """A command's answer that is bad news: printed like any other, with exit code 1."""
 
 
-HELP = (
-    "Differentially private training that measures and reduces the bias of per-sample clipping.\n\n"
-    + "".join(f"  {name:<10} {command.does}\n" for name, command in COMMANDS.items())
-    + "\nFor example:\n"
-    + "".join(f"  {command.example}\n" for command in COMMANDS.values())
-    + "\nclipwise COMMAND --help lists a command's options; --config FILE reads them from a TOML file.\n"
-)
+def _help() -> str:
+    return (
+        f"{filled('Differentially private training that measures and reduces the bias of per-sample clipping.')}\n\n"
+        + "".join(f"{filled(command.does, f'  {name:<10} ')}\n" for name, command in COMMANDS.items())
+        + "\nFor example:\n"
+        + "".join(f"  {command.example}\n" for command in COMMANDS.values())
+        + f"\n{filled('clipwise COMMAND --help lists its options; --config FILE reads them from a TOML file.')}\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(arguments: list[str]) -> str:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        return HELP
+        return _help()
     name, *rest = arguments
     if name in ("-V", "--version"):
         return f"clipwise {__version__}\n"
@@ -114,7 +115,7 @@ def _answer(arguments: list[str]) -> str:
         what = "option" if name.startswith("-") else "command"
         raise InputError(f"unknown {what} {name!r}: {nearest(name, [*COMMANDS, '--help', '--version'])}")
     command = COMMANDS[name]
-    settings = read(name, command.settings, rest, f"{command.does}\n\nFor example: {command.example}")
+    settings = read(name, command.settings, rest, f"{filled(command.does)}\n\nFor example: {command.example}")
     if isinstance(settings, str):
         return settings
     run: Callable[[config.Output], str] = importlib.import_module(f"clipwise.cli.{name}").run

@@ -34,6 +34,7 @@ from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import device_of
 from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
+from clipwise.report.runs import unfinished, within
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
@@ -126,7 +127,10 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
 
 def _read(path: Path) -> _Finished:
     if not (path / STATEMENT).is_file():
-        raise InputError(f"there is no finished run in {path}: expected a folder with {STATEMENT}")
+        several = " or ".join(map(str, within(path)))
+        raise unfinished(
+            path, f"write one of its runs, {several}" if several else f"expected a folder with {STATEMENT}"
+        )
     try:
         statement = json.loads((path / STATEMENT).read_text())
         for name in NEEDED:

@@ -129,10 +129,10 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
 
 def _table(rows: list[Compared], ranked: str, together: float, delta: float, samples: str, page: Path) -> str:
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("method", vertical="bottom")
+    table.add_column("method", vertical="bottom", overflow="fold")
     for name in ("accuracy", "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
         table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    table.add_column("")
+    table.add_column("", vertical="bottom")
     for row in rows:
         table.add_row(
             Text(row.method),

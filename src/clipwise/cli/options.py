@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -69,6 +71,12 @@ def _guess(word: str, parser: argparse.ArgumentParser) -> str:
     begun = [name for name in known if len(said) > 1 and name.startswith(said)]
     close = begun or difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
     return f"did you mean {known[close[0]]!r}?" if close else f"see {parser.prog} --help"
+
+
+def filled(text: str, first: str = "") -> str:
+    """The text in lines as wide as the terminal, all indented like the first, which begins with ``first``."""
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * len(first), break_on_hyphens=False)
 
 
 def _parser(command: str, settings: type[Output], about: str) -> argparse.ArgumentParser:

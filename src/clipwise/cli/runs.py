@@ -29,6 +29,7 @@ from clipwise.accounting import Ledger
 from clipwise.cli.screen import Bar
 from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
+from clipwise.data.source import parsed
 from clipwise.diagnostics import Monitor, calibration, predicted
 from clipwise.diagnostics.quality import baseline, scored
 from clipwise.losses import cross_entropy, squared_error
@@ -57,6 +58,7 @@ NETWORKS = {
     "svhn": "resnet20_enhanced",
     "imdb": "gru_enhanced",
     "sst2": "gru_enhanced",
+    "text": "gru_enhanced",  # columns of text in a table
 }
 
 # (model, the method as it is at this step) → what else to measure; called at each measurement
@@ -91,7 +93,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
         if (value := getattr(config, name)) is not None:
             positive(name, value)
     fraction("delta", config.delta, open_end=True)
-    model = config.model or NETWORKS.get(config.data.partition("?")[0].partition(":")[0], "mlp")
+    source = parsed(config.data)
+    model = config.model or NETWORKS.get("text" if "text" in source.options else source.name, "mlp")
     models.takes_tokens(model)  # a name that is not known is an error now, before the data are read
     sgd = config.optimizer == "sgd"
     return replace(
@@ -136,6 +139,11 @@ def splits_for(config: Training, model: str) -> Splits:
         return replace(splits, train=_numbers(splits.train), test=_numbers(splits.test)) if splits.tokens else splits
     if not splits.tokens:
         raise InputError(f"{model} takes whole numbers (tokens), got {config.data} with fractions: write --model mlp")
+    if vocabulary is not None and vocabulary < (splits.vocabulary or 0):
+        raise InputError(
+            f"vocabulary must be at least that of the data, {splits.vocabulary}, got {vocabulary}: leave --vocabulary "
+            f"out, or write vocabulary={vocabulary} among the options of --data too"
+        )
     for part in (splits.train, splits.test):
         low, high = part.data[0].aminmax()
         if vocabulary is not None and not 0 <= low <= high < vocabulary:
@@ -359,22 +367,29 @@ def measured_every(config: TrainConfig, steps: int) -> int:
 
 @contextmanager
 def _patient(bar: Bar) -> Iterator[threading.Event]:
-    """Within it the first Ctrl-C sets the event that is given, and the second one interrupts."""
+    """Within it the first Ctrl-C or SIGTERM sets the event that is given, and the second one interrupts.
+
+    SIGTERM too: a batch system or a container that ends sends it, and a killed run pays for its last steps twice.
+    """
     heard = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
         yield heard
         return
 
     def hear(*_: object) -> None:
-        signal.signal(signal.SIGINT, before)
+        restore()
         heard.set()
         bar.stopping()
 
-    before = signal.signal(signal.SIGINT, hear)
+    def restore() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    before = {kind: signal.signal(kind, hear) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield heard
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:

@@ -107,7 +107,7 @@ def meaning(text: str) -> tuple[str, Meaning]:
     if len(values) < 2 or len(set(values)) < len(values) or not all(values):
         raise InputError(
             f"{name} must be said to be a range, values or buckets, got {said!r}: write {name}:0..100, "
-            f"'{name}:low|high' or '{name}:#16', all of --data in quotes"
+            f"'{name}:low|high' with two values or more, each once, or '{name}:#16', all of --data in quotes"
         )
     return name, Values(values)
 
@@ -120,14 +120,23 @@ def is_number(cell: Any) -> bool:
         return False
 
 
+_WRITTEN_OTHERWISE = re.compile(r"[-+]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£]?")  # 0,5 or 1,234.5 or 12 % or $3
+
+
+def numeric(cell: Any) -> bool:
+    """Whether a cell is a number, perhaps written as only people read it."""
+    return is_number(cell) or _WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None
+
+
 def _numbers(cells: Cells) -> NDArray[np.float64]:
     """[n]; a cell that is no finite number is an error, since a guess for it would have to come from other rows."""
     name, values = cells.name, np.empty(len(cells))
     for row, cell in enumerate(cells):
         if not is_number(cell):
+            write = "write it with a point and no other signs, as in 1234.5" if numeric(cell) else "fill or remove it"
             raise InputError(
-                f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: fill or "
-                f"remove it, say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
+                f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: {write}, "
+                f"say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
             )
         values[row] = float(cell)
     return values

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_number, meaning, word
+from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_number, meaning, numeric, word
 from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, plain
 from clipwise.data.splits import Splits, divided
@@ -28,6 +28,7 @@ from clipwise.types import InputError, nearest
 
 Table: TypeAlias = "dict[str, Cells]"  # by the column's name
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "space": " "}
+PACKED = {b"\x1f\x8b": "a gzip file: unpack it", b"PK": "a zip or Excel file: unpack it, or save it as csv"}
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
@@ -55,7 +56,9 @@ def _splits(source: Source, read: Callable[[Path], Table]) -> Splits:
         try:
             return read(file_of(source, path))
         except (OSError, UnicodeError, csv.Error) as error:
-            raise InputError(f"{path} must be a text file in UTF-8 with rows, got {error}: write it anew") from error
+            packed = isinstance(error, UnicodeError) and next(filter(path.read_bytes().startswith, PACKED), None)
+            got = PACKED[packed] if packed else f"{error}: write it anew"
+            raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
 
     tables = [table(source.path)]
     if "test_file" in source.options:
@@ -77,14 +80,15 @@ def read_csv(path: Path, text: str, names: Sequence[str], separator: str, *, quo
         )
     values = not given and _like_values(names)
     if len(set(names)) < len(names):
-        got = _HEADLESS if values else f"got {', '.join(names)}: write names=…"
+        got = _HEADLESS if values else f"got {_shown(names)}: write names=…"
         raise InputError(f"{path} must have a different name for each column, {got}")
     for line, cells in rows:
         if len(cells) != len(names):
             which = "of its first line" if values else _shown(names)
+            write = _other_separator(names) or "separator=… or names=…"
             raise InputError(
                 f"{path} must have the {len(names)} columns {which} in each row, got {len(cells)} in line "
-                f"{line}: mend it, or write separator=… or names=…"
+                f"{line}: mend it, or write {write}"
             )
     numbers = [line for line, _ in rows]
     columns = zip(*(cells for _, cells in rows), strict=True)
@@ -129,7 +133,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
-    if not isinstance(label, (Range, Values)):
+    if not isinstance(label, (Range, Values)) or (isinstance(label, Range) and label.log):  # an error has one unit
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
             f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
@@ -180,7 +184,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
 
 def _refuse_words(source: Source, cells: Table, columns: Mapping[str, Meaning]) -> None:
     """Refuse columns of words of which nothing was said; the error is the line to write."""
-    words = [name for name, said in columns.items() if said == AsIs() and not any(map(is_number, cells[name]))]
+    words = [name for name, said in columns.items() if said == AsIs() and not any(map(numeric, cells[name]))]
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = cells[words[0]]
@@ -207,11 +211,10 @@ def _labels(label: Range | Values, cells: Cells) -> Tensor:
 
 def _column(source: Source, table: Table, column: str) -> Cells:
     if column not in table:
-        other = next((sign for sign in ";\t|" if len(table) == 1 and sign in next(iter(table))), None)
-        separator = next((name for name, sign in SEPARATORS.items() if sign == other), None)
+        separator = _other_separator(table)
         if _headless(source, table) and not separator:
             raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
-        hint = f"write separator={separator}" if separator else nearest(column, table)
+        hint = f"write {separator}" if separator else nearest(column, table)
         raise InputError(f"{source.name} has no column {column!r}: {hint}")
     return table[column]
 
@@ -229,6 +232,12 @@ def _like_values(names: Iterable[str]) -> bool:
     return any(is_number(piece) for name in names for piece in re.split("[;\t|]", name))
 
 
+def _other_separator(names: Iterable[str]) -> str | None:
+    """What to write where the first line seems to be separated by another sign."""
+    first, *more = names
+    return next((f"separator={name}" for name, sign in SEPARATORS.items() if not more and sign in first), None)
+
+
 def _shown(names: Sequence[str] | Mapping[str, Any]) -> str:
-    few = list(names)[:8]
+    few = [name if len(name) <= 40 else f"{name[:40]}…" for name in list(names)[:8]]
     return ", ".join(few) + (", …" if len(names) > len(few) else "")

@@ -98,7 +98,7 @@ class Feedback:
     normalised: bool  # the automatic variant: C2 E/‖E‖ instead of clipping
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Method:
     """A clipping method. Combine by wrapping; nothing subclasses this.
 
@@ -168,6 +168,8 @@ class Method:
     def __str__(self) -> str:
         """The expression that ``methods.parse`` turns into this method again."""
         return f"{self.name}({', '.join(f'{key}={_expression(value)}' for key, value in self.settings.items())})"
+
+    __repr__ = __str__
 
 
 def length(name: str, value: float, *, least: float = 1e-18) -> float:

@@ -185,6 +185,8 @@ def check_losses(losses: Any, samples: int) -> None:
         write = "torch.nn.functional.cross_entropy(model(x), y, reduction='none')"
         if isinstance(losses, Tensor) and losses.dim() > 1 and len(losses) == samples:
             write = "values.flatten(1).mean(1), each sample's own mean"
+            if losses.shape == (samples, samples) != (1, 1):  # which no mean would mend
+                write = f"model(x).squeeze(1) where [{samples}, 1] met [{samples}], otherwise {write}"
         raise InputError(
             f"the loss must give one value per sample: for {samples} samples expected shape [{samples}], got {got}; "
             f"write {write}; in the place of a model's own average, such as Hugging Face's .loss, use its logits"

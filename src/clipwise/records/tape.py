@@ -20,6 +20,7 @@ from torch import Tensor
 from clipwise.records import planner
 from clipwise.records.displacement import Own, cut, dual_dense
 from clipwise.records.kinds import Dense, Indexed, Record
+from clipwise.types import InputError
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,16 @@ class Tape:
         records: dict[str, list[Record]] = {}
         if not self.leaves or not losses.requires_grad:
             return records
-        gradients = torch.autograd.grad(losses.sum(), self.leaves, allow_unused=True, create_graph=self.dual)
+        try:
+            gradients = torch.autograd.grad(losses.sum(), self.leaves, allow_unused=True, create_graph=self.dual)
+        except RuntimeError as error:
+            if "torch.utils.checkpoint" not in str(error):
+                raise
+            raise InputError(
+                "expected layers that are computed once, got gradient checkpointing, which computes them again in the "
+                "backward pass, where they cannot be followed: turn it off (Hugging Face: "
+                "model.gradient_checkpointing_disable()), and where memory is short write a smaller chunk=…"
+            ) from error
         for (source, finish), gradient in zip(self.wants, gradients, strict=True):
             if gradient is None:
                 continue

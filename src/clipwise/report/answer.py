@@ -165,7 +165,7 @@ def told(found: Sequence[Row]) -> list[str]:
 
 def alarms(found: Sequence[Row]) -> list[str]:
     """What to know before anything else, as plain text: claims that are false, and runs that came to nothing."""
-    said = [refuted(found), *map(_diverged, found), *_no_better(found)]
+    said = [refuted(found), *map(_diverged, found), *_no_better(found), _one_class(found)]
     return [text.replace("*", "") for text in said if text]
 
 
@@ -191,6 +191,8 @@ def _no_better(found: Sequence[Row]) -> list[str]:
         same = ""
         if row.baseline is None or row.diverged is not None:
             continue
+        if row.accuracy is not None and row.baseline == 1:  # nobody could be better
+            continue
         if row.accuracy is not None and row.accuracy <= row.baseline:
             same = f"the most frequent class, which is right for {row.baseline:.1%} of the evaluation samples"
         elif row.error is not None and row.error >= row.baseline:
@@ -202,6 +204,15 @@ def _no_better(found: Sequence[Row]) -> list[str]:
         "epochs, a larger batch, another learning rate or a larger ε."
         for same, rows_ in lost.items()
     ]
+
+
+def _one_class(found: Sequence[Row]) -> str:
+    alone = [row for row in found if row.accuracy is not None and row.baseline == 1]
+    return (
+        f"All evaluation samples of {_and(alone)} are of one class, so that accuracy says nothing: look at the labels."
+        if alone
+        else ""
+    )
 
 
 def _single(row: Row) -> list[str]:

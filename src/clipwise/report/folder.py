@@ -49,6 +49,8 @@ class RunFolder:
         """Create the folder, or with ``resume`` open an existing one."""
         self.path = Path(path)
         if resume and not (self.path / CHECKPOINT).is_file():
+            if (self.path / STATEMENT).is_file():
+                raise InputError(f"the run in {self.path} is finished: load its {MODEL}, or write another folder")
             raise InputError(f"there is no run to resume in {self.path}: expected a folder with {CHECKPOINT}")
         if not resume:
             refuse_used(self.path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from clipwise.methods import Method
 from clipwise.report.folder import (
     AUDIT,
     CALIBRATION,
+    CHECKPOINT,
     DIAGNOSTICS,
     LEDGER,
     METRICS,
@@ -54,7 +56,14 @@ class Recorded:
     @property
     def method(self) -> Method:
         """The method that it began with."""
-        return methods.parse(self.statement["method"].partition("; from step ")[0])
+        said = self.statement["method"].partition("; from step ")[0]
+        try:
+            return methods.parse(said)
+        except InputError as error:  # one of the user's own
+            raise InputError(
+                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: read its "
+                f"{STATEMENT_TEXT} and {METRICS}"
+            ) from error
 
     @property
     def last(self) -> Values:
@@ -67,17 +76,25 @@ class Recorded:
         return None if self.settings is None else self.settings.get("data")
 
 
+def within(path: Path) -> list[Path]:
+    """The folders of finished runs right inside this one."""
+    return sorted(place.parent for place in path.glob(f"*/{STATEMENT}"))
+
+
+def unfinished(path: Path, expected: str) -> InputError:
+    """The error for a folder that is no finished run's."""
+    begun = [place.parent for place in (path / CHECKPOINT, *sorted(path.glob(f"*/{CHECKPOINT}"))) if place.is_file()]
+    hint = f"write clipwise train --resume {shlex.quote(str(begun[0]))}, which was interrupted" if begun else expected
+    return InputError(f"there is no finished run in {path}: {hint}")
+
+
 def read(paths: Iterable[str | Path]) -> list[Recorded]:
     """The runs in these folders, in their order; a folder that is not a run's stands for the runs right inside it."""
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = (
-            [path] if (path / STATEMENT).is_file() else sorted(place.parent for place in path.glob(f"*/{STATEMENT}"))
-        )
+        inside = [path] if (path / STATEMENT).is_file() else within(path)
         if not inside:
-            raise InputError(
-                f"there is no finished run in {path}: expected a folder with {STATEMENT}, or one with runs"
-            )
+            raise unfinished(path, f"expected a folder with {STATEMENT}, or one with runs")
         found += [place for place in inside if place not in found]
     if not found:
         raise InputError(
