@@ -33,8 +33,9 @@ from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest, written
 from clipwise.records.chance import generators, kept, seeded
-from clipwise.records.checks import modes, refuse_modules, restored
+from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
+from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
@@ -134,8 +135,8 @@ class Private:
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
         self._used = str(method)
         self._first, self._stepping, self._earlier = str(method), False, earlier
-        self._tested: set[tuple[tuple[type, bool], ...]] = set()  # the model's modes that were self-tested
-        self._draws: dict[tuple[tuple[type, bool], ...], bool] = {}  # by mode, whether a step draws at random
+        self._tested: set[Modes] = set()  # the model's modes that were self-tested
+        self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._lost = False  # whether it was warned that no sample's gradient was finite
         self._trained = TRAINED.get(model)  # of which make_private has warned
         _guard(optimizer, self)

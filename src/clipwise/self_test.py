@@ -27,16 +27,14 @@ from clipwise.records.chance import generators, seeded, still
 from clipwise.records.checks import (
     alone_as_together,
     culprit,
-    held,
     in_half,
     limits,
     losses_of,
     moved_weights,
     refuse_remembered,
-    restored,
     self_test,
-    unmoved,
 )
+from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, Refused
@@ -268,6 +266,13 @@ Reading = Literal["again", "collated", "cut"]
 def _reading(passes: Passes, samples: Tensor) -> Reading:
     """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
     data, everything = passes.data, torch.arange(len(samples))
+    if isinstance(data, Samples) and not _twice(lambda: passes.rows(samples[:READ]))[0]:
+        raise Refused(
+            "the same samples came out differently when they were read again, with every generator at the same seed: "
+            "the data set or collate draws from a generator of its own, so that one sample less moves all that is "
+            "drawn for the others, or it changes what it reads; draw from torch's, NumPy's or Python's own generators, "
+            "which every step seeds in secret"
+        )
     if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
         same, drew = _twice(lambda: passes.rows(samples))
         if same and not drew:
@@ -277,8 +282,7 @@ def _reading(passes: Passes, samples: Tensor) -> Reading:
         same, drew = _twice(lambda: _collated(passes, items, everything))
         if same and not drew:
             return "collated"
-        if same:
-            _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
+        _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
     return "cut"
 
 

@@ -34,8 +34,9 @@ from clipwise.postprocess import Post, identity
 from clipwise.private import Private, trained_elsewhere
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
-from clipwise.records.checks import losses_of, refuse_modules, restored
+from clipwise.records.checks import losses_of, refuse_modules
 from clipwise.records.kernels.gram import HALF
+from clipwise.records.states import restored
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import (
     Batch,

@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import generators, kept, seeded, still
+from clipwise.records.chance import generators, seeded, still
 from clipwise.records.gradients import SampleGradients, written
 from clipwise.records.kernels.gram import HALF
+from clipwise.records.states import held, put_back, restored, unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, InputError, Refused
@@ -169,11 +170,6 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
 
 
-def modes(model: nn.Module) -> tuple[tuple[type, bool], ...]:
-    """Which modules there are, and which are in training mode: in another mode a model may be another function."""
-    return tuple((type(module), module.training) for module in model.modules())
-
-
 def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
     summed = gradients.weighted_sum(weights)
     return torch.cat([summed[name].flatten() for name in gradients.names])
@@ -199,7 +195,7 @@ def moved_weights(model: nn.Module, half: bool) -> Iterator[None]:
     """The model with weights that differ by as much as rounding would make them."""
     generator = torch.Generator("cpu").manual_seed(0)
     rounding = HALF_ROUNDING if half else ROUNDING
-    with _put_back(model, dict(model.named_parameters())):
+    with put_back(model, dict(model.named_parameters())):
         with torch.no_grad():
             for p in trainable(model).values():
                 p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
@@ -278,24 +274,15 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
 
 
 def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Refuse buffers and parameters that are not the same after two batches."""
+    """Refuse buffers, parameters and extra states that are not the same after two batches."""
     for name, value in one.items():
-        if not torch.equal(value, other[name]):
-            kind = "buffer" if name in dict(model.named_buffers()) else "parameter"
+        if name not in other or not torch.equal(value, other[name]):
+            known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
+            kind = next((kind for kind, values in known if name in dict(values)), "state")
             raise Refused(
                 f"the {kind} {name} is computed from the batch, its values or its size, so it would keep private data "
                 "without noise; compute it from public data beforehand, or call .eval() on its module"
             )
-
-
-def held(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all that a forward pass could write to."""
-    return {name: value.detach().clone() for name, value in _held(model).items()}
-
-
-def _held(model: nn.Module) -> dict[str, Tensor]:
-    """All that a forward pass could write to."""
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def _last_changed(rows: Tensor) -> Tensor:
@@ -389,35 +376,3 @@ def in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
     held = [vars(record) for records in gradients.records.values() for record in records]
     return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Training flags, buffers, parameters and random generators as they were."""
-    with _put_back(model, dict(model.named_parameters())), unmoved(model):
-        yield
-
-
-@contextmanager
-def unmoved(model: nn.Module) -> Iterator[None]:
-    """The same without the parameters, for the passes in between: a spectral norm, say, moves its buffers in each."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        devices = {p.device for p in trainable(model).values() if p.is_cuda}
-        with kept(devices), _put_back(model, dict(model.named_buffers())):
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-@contextmanager
-def _put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    before = {name: value.detach().clone() for name, value in values.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in _held(model).items():  # now: a module may have put another tensor into its place
-                if name in before:
-                    value.copy_(before[name])
