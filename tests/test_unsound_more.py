@@ -1,0 +1,206 @@
+"""More ways to a false ε: chance of one's own, rows and releases that go uncounted, rounding that is magnified.
+
+Receives: small runs, and somebody who tampers with them.
+Gives: that they are refused or warned of, with the words that say why, and that their honest kin pass.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import clipwise as cw
+from clipwise.types import InputError, Refused
+
+ROWS = 120
+X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(ROWS) % 3
+
+
+def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
+    model = nn.Linear(6, 3) if model is None else model
+    settings = {"noise_multiplier": 1.0, "steps": 4, "batch": 30, "delta": 1e-3, "noise": 1, **changed}
+    return cw.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings)
+
+
+# --------------------------------------------------------------------- chance of one's own
+
+
+class Noisy(Dataset[Any]):
+    """Samples with a little noise, drawn as ``draw`` says."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + self.draw(), Y[index]
+
+
+def of_numpy() -> Callable[[], float]:
+    return np.random.default_rng(0).random
+
+
+def of_torch() -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: float(torch.rand((), generator=generator))
+
+
+def of_python() -> Callable[[], float]:
+    return random.Random(0).random
+
+
+@pytest.mark.parametrize("make", [of_numpy, of_torch, of_python])
+def test_a_data_set_that_draws_from_a_generator_of_its_own_is_refused(make: Any) -> None:
+    with pytest.raises(Refused, match="generator of its own"):
+        private_for(data=Noisy(make()))
+
+
+@pytest.mark.parametrize("draw", [np.random.random, lambda: float(torch.rand(())), random.random, lambda: 0.0])
+def test_a_data_set_that_draws_from_the_generators_that_a_step_seeds_passes(draw: Any) -> None:
+    private_for(data=Noisy(draw))
+
+
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_refused() -> None:
+    draw = of_numpy()
+
+    def mixed(items: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*items, strict=True))
+        return x + draw() * x.roll(1, 0), y
+
+    with pytest.raises(Refused, match="generator of its own"):
+        private_for(data=Noisy(lambda: 0.0), collate=mixed)
+
+
+# --------------------------------------------------------------------- what is kept beside buffers
+
+
+class Largest(nn.Module):
+    """Keeps the largest input that it saw where checkpoints hold it and buffers do not."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.layer, self.largest, self.keep = nn.Linear(6, 3), torch.zeros(()), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keep:
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        outputs: Tensor = self.layer(x)
+        return outputs
+
+    def get_extra_state(self) -> Any:
+        return {"largest": self.largest}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.largest = state["largest"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_extra_state_that_keeps_something_of_the_batch_is_refused_and_left_as_it_was(inside: bool) -> None:
+    model = Largest(keep=True)
+    with pytest.raises(Refused, match=r"the state (0\.)?_extra_state\[0\] is computed from the batch"):
+        private_for(nn.Sequential(model) if inside else model)
+    assert float(model.largest) == 0
+
+
+def test_an_extra_state_that_keeps_nothing_passes() -> None:
+    private_for(Largest(keep=False))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_mixes_samples_is_found_also_where_it_comes_later(register: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    private = private_for(model)
+    batches = private.batches()
+    private.step(next(batches))
+
+    def centred(module: nn.Module, inputs: Any, output: Tensor | None = None) -> Tensor:
+        rows = inputs[0] if output is None else output
+        return rows - rows.mean(0)
+
+    getattr(model[2], register)(centred)
+    with pytest.raises(Refused, match="mixes the samples"):
+        private.step(next(batches))
+
+
+# --------------------------------------------------------------------- releases that nobody would count
+
+
+def trained(**how: Any) -> cw.Run:
+    model = how.pop("model", None) or nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 3, "batch": 30, **how}
+    return cw.train(model, cw.cross_entropy, (X, Y), **settings)
+
+
+def averaged() -> nn.Module:
+    return trained(average=0.9).model
+
+
+def wrapped() -> nn.Module:
+    return nn.Sequential(trained().model)
+
+
+def in_part() -> nn.Module:
+    first = trained().model
+    assert isinstance(first, nn.Sequential)
+    return nn.Sequential(first[0], nn.ReLU(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("make", [averaged, wrapped, in_part])
+def test_what_a_run_gives_back_is_known_wherever_it_is_trained_again(make: Any) -> None:
+    with pytest.warns(UserWarning, match="trained by a private run before"):
+        trained(model=make())
+
+
+def test_what_two_models_share_without_training_it_is_not_warned_of() -> None:
+    frozen, act = nn.Linear(6, 6).requires_grad_(False), nn.ReLU()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            trained(model=nn.Sequential(frozen, act, nn.Linear(6, 3)))
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped(folder: Path, **how: Any) -> None:
+    def progress(private: cw.Private, row: Any) -> None:
+        if private.steps_taken == 1:
+            private.method = cw.psac()
+        if private.steps_taken == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        trained(model=nn.Linear(6, 3), folder=folder, progress=progress, **how)
+
+
+def test_a_resumed_run_names_every_method_that_it_used(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    run = trained(model=nn.Linear(6, 3), folder=tmp_path / "run", resume=True)
+    assert run.statement.method == "flat(clip_norm=1.0); from step 1: psac(clip_norm=1.0, r=0.1)"
+
+
+def test_a_run_without_a_self_test_is_not_resumed_with_one(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", self_test=False)
+    with pytest.raises(InputError, match="self_test must be what the run began with, False, got True"):
+        trained(model=nn.Linear(6, 3), folder=tmp_path / "run", resume=True)
+
+
+# --------------------------------------------------------------------- rounding that is magnified
+
+
+def test_a_look_ahead_so_short_that_it_magnifies_rounding_is_refused() -> None:
+    cw.disk(gain=0.01, ahead=1.0)
+    for how in ({"ahead": 1e-3}, {"gain": 1e-3}, {"gain": 1e-10, "ahead": 1e-10}):
+        with pytest.raises(InputError, match=r"^\(1 − gain\)/\(gain · ahead\) must be at most 100, got "):
+            cw.disk(**how)
