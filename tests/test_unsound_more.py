@@ -204,3 +204,26 @@ def test_a_look_ahead_so_short_that_it_magnifies_rounding_is_refused() -> None:
     for how in ({"ahead": 1e-3}, {"gain": 1e-3}, {"gain": 1e-10, "ahead": 1e-10}):
         with pytest.raises(InputError, match=r"^\(1 − gain\)/\(gain · ahead\) must be at most 100, got "):
             cw.disk(**how)
+
+
+class Shifted(nn.Module):
+    """A shift of all logits alike, which a softmax does not see: its gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(30, 10), nn.Linear(10, 3)
+        self.shift = nn.ParameterDict({"by": nn.Parameter(torch.zeros(4))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.first(x).tanh()) + self.shift["by"].sum()
+        return outputs
+
+
+def test_a_block_of_nothing_but_rounding_is_refused_where_it_would_be_made_long() -> None:
+    data = (torch.randn(ROWS, 30, generator=torch.Generator().manual_seed(0)), Y)
+    for text in ("normalised(1.0)", "layerwise(flat(1.0))", "layerwise(automatic(1.0))"):
+        torch.manual_seed(0)
+        private_for(Shifted(), data, method=text)
+    torch.manual_seed(0)
+    with pytest.raises(Refused, match=r"what shift\.by adds to a step follows who else is in it"):
+        private_for(Shifted(), data, method="layerwise(normalised(1.0))")

@@ -7,7 +7,7 @@ Gives: nothing, or an error that names the module and the fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,10 +143,16 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
     return written(dict(zip(parameters, each, strict=True)), parameters)
 
 
-def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
+def alone_as_together(
+    model: nn.Module,
+    gradients: Callable[[Tensor], SampleGradients],
+    samples: int,
+    terms: Callable[[SampleGradients], Mapping[str, Tensor]] = lambda _: {},
+) -> None:
     """Refuse a method or data in which a sample's gradient depends on who else was read with it.
 
-    ``gradients(places)`` of all of so many samples together must be those of each alone. The model is left as it was.
+    ``gradients(places)`` of all of so many samples together must be those of each alone, and so must be ``terms``, what
+    they add to a step, by the name of a block and over its bound. The model is left as it was.
     Edge cases: dropout is held still, since its draws follow a row's place; a model that draws in another way is in
     eval mode.
     """
@@ -168,6 +174,16 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
         parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
+        most, own_terms = HALF_AT_MOST if in_half(together) else AT_MOST, [terms(g) for g in each]
+        for name, term in terms(together).items():
+            apart = float(torch.linalg.vector_norm(term - torch.stack([t[name] for t in own_terms]).sum(0)))
+            if apart > most * math.sqrt(samples):
+                raise Refused(
+                    f"what {name} adds to a step follows who else is in it: for {samples} samples it moves by "
+                    f"{apart:.2g} bounds, expected at most {most * math.sqrt(samples):.2g}; if nothing is "
+                    "left of its gradient but rounding, which the method makes as long as any, freeze it by "
+                    "requires_grad_(False), or weigh it by flat or automatic"
+                )
 
 
 def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
