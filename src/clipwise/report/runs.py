@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from clipwise.methods import Method
 from clipwise.report.folder import (
     AUDIT,
     CALIBRATION,
+    CHECKPOINT,
     DIAGNOSTICS,
     LEDGER,
     METRICS,
@@ -79,11 +81,23 @@ def read(paths: Iterable[str | Path]) -> list[Recorded]:
                 f"there is no finished run in {path}: expected a folder with {STATEMENT}, or one with runs"
             )
         found += [place for place in inside if place not in found]
+        _warn_of_unfinished(path)
     if not found:
         raise InputError(
             "expected the folder of at least one run, got none: write for instance clipwise report runs/RUN"
         )
     return _named([_read(place) for place in found])
+
+
+def _warn_of_unfinished(path: Path) -> None:
+    begun, finished = ({place.parent.name for place in path.glob(f"*/{name}")} for name in (CHECKPOINT, STATEMENT))
+    unfinished = sorted(begun - finished)
+    if unfinished:
+        warnings.warn(
+            f"in {path}, {', '.join(unfinished)} did not finish: what such a run released, and what was seen of it, is "
+            "in no number of this report, nor in the ε of all runs; resume it first: clipwise train --resume …",
+            stacklevel=3,
+        )
 
 
 def own(look: Values) -> Values:
