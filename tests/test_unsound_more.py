@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 import clipwise as cw
+from clipwise.report import read
 from clipwise.types import InputError, Refused
 
 ROWS = 120
@@ -227,3 +228,79 @@ def test_a_block_of_nothing_but_rounding_is_refused_where_it_would_be_made_long(
     torch.manual_seed(0)
     with pytest.raises(Refused, match=r"what shift\.by adds to a step follows who else is in it"):
         private_for(Shifted(), data, method="layerwise(normalised(1.0))")
+
+
+# --------------------------------------------------------------------- samples that stand in several places
+
+SERIES = torch.randn(ROWS + 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        SERIES.unfold(0, 6, 1),
+        torch.cat([SERIES] * 3).unfold(0, 6, 3)[:ROWS],
+        np.lib.stride_tricks.sliding_window_view(SERIES.numpy(), 6),
+    ],
+)
+def test_windows_that_slide_over_a_series_are_refused(x: Any) -> None:
+    with pytest.raises(Refused, match=r"the rows of data\[0\] share entries"):
+        private_for(data=(x, Y))
+
+
+def test_one_row_that_stands_for_all_is_refused() -> None:
+    with pytest.raises(Refused, match="one row that stands for all"):
+        private_for(data=(X[:1].expand(ROWS, 6), Y[:1].expand(ROWS)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        X.t().contiguous().t(),
+        torch.cat([X, X])[::2],
+        torch.cat([X, X], 1)[:, 3:9],
+        torch.cat([SERIES] * 6)[: 6 * ROWS].unfold(0, 6, 6),
+        X[:, None].expand(ROWS, 4, 6).reshape(ROWS, 24)[:, :6],
+        torch.randn(2, ROWS, 3).transpose(0, 1),
+        torch.randn(ROWS, 7).unfold(1, 2, 1),
+        X[:, :3, None].expand(ROWS, 3, 2),
+        np.asfortranarray(X.numpy()),
+        X.numpy()[::-1],
+    ],
+)
+def test_rows_that_lie_in_memory_in_any_order_but_apart_pass(x: Any) -> None:
+    cw.data.as_dataset((x, Y, torch.ones(1).expand(ROWS)))
+
+
+def test_one_tensor_in_two_data_sets_is_refused_and_two_halves_of_it_pass() -> None:
+    with pytest.raises(Refused, match="index 0 repeated"):
+        private_for(data=ConcatDataset([TensorDataset(X, Y), TensorDataset(X, Y)]))
+    with pytest.raises(Refused, match="repeated"):
+        private_for(data=ConcatDataset([TensorDataset(X[:70], Y[:70]), TensorDataset(X[60:], Y[60:])]))
+    for one, other in ((slice(60), slice(60, None)), (slice(0, None, 2), slice(1, None, 2))):
+        private_for(data=ConcatDataset([TensorDataset(X[one], Y[one]), TensorDataset(X[other], Y[other])]))
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_public_inputs_that_are_private_ones_are_refused(private: bool) -> None:
+    public = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
+    if private:
+        public[9] = X[50]
+    network = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    method = cw.batch_clipping(cw.flat(1.0), companions=2)
+
+    def make() -> cw.Private:
+        return private_for(cw.models.Accompanied(network, public, 2), method=method, public=public)
+
+    if not private:
+        make()
+        return
+    with pytest.raises(Refused, match="got the private sample 50 among them"):
+        make()
+
+
+def test_a_report_says_which_runs_it_leaves_out(tmp_path: Path) -> None:
+    trained(folder=tmp_path / "one")
+    stopped(tmp_path / "two")
+    with pytest.warns(UserWarning, match="two did not finish"):
+        assert len(read([tmp_path])) == 1

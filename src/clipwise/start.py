@@ -24,7 +24,7 @@ from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.dice import planned
 from clipwise.accounting.events import ACCOUNTANTS
-from clipwise.data import RowDataset, as_dataset
+from clipwise.data import Arrays, RowDataset, as_dataset
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -153,6 +153,8 @@ def make_private(
         if phase.companions and public is None:
             name = [part.name for part in phase.parts() if part.companions][-1]  # the innermost: not its schedule
             raise InputError(f"{name} needs public inputs, got none; write public=a tensor of them")
+        if phase.companions and public is not None:
+            _refuse_private(public, dataset)
         if phase.recall is not None and batch < rows:
             raise InputError(
                 f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
@@ -295,6 +297,19 @@ def _refuse_ranks(model: nn.Module) -> None:
         raise Refused(
             f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
         )
+
+
+def _refuse_private(public: Tensor, data: RowDataset) -> None:
+    """Refuse public inputs that are private ones: they go beside every other sample, and into the model's file."""
+    known = {row.tobytes() for row in public.detach().cpu().flatten(1).numpy()}
+    for some in torch.arange(len(data)).split(CHUNK) if isinstance(data, Arrays) else ():
+        rows = next(tensors(data.rows(some))).to("cpu", public.dtype).flatten(1).numpy()
+        found = next((i for i, row in zip(some.tolist(), rows, strict=True) if row.tobytes() in known), None)
+        if found is not None:
+            raise Refused(
+                f"public inputs must be public, got the private sample {found} among them: it would be normalised with "
+                "other samples, and is kept with the model; give inputs of other data"
+            )
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
