@@ -231,8 +231,11 @@ class Private:
         # one format whatever was drawn: several chunks are summed in a wider one
         released = release(private, event, batch.stream, units, widest(parameters.values()))
         self.ledger.record(released.event)  # before anything uses what was released
-        # At once: whatever fails below, no later step may draw from this one's group in the same block.
-        self._hidden, self._taken = following, self._taken + 1
+        # At once: whatever fails below, no later step may draw from this one's group in the same block. And where
+        # Ctrl-C comes between these, nothing is remembered of a step that is to be made again.
+        self._hidden = None
+        self._taken += 1
+        self._hidden = following
         self._follow(method.next(released, units))
         if TRAINED.get(self.model) is not self.ledger:
             note_trained(self.model, self.ledger)
