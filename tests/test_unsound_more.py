@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 import clipwise as cw
+from clipwise.cli.runs import network, splits_for
+from clipwise.config import TrainConfig
 from clipwise.report import read
 from clipwise.types import InputError, Refused
 
@@ -299,8 +301,45 @@ def test_public_inputs_that_are_private_ones_are_refused(private: bool) -> None:
         make()
 
 
+def test_rows_of_one_s_own_file_that_are_taken_as_public_are_said_to_be_in_the_model_s_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x=X.numpy(), y=Y.numpy())
+    config = TrainConfig(
+        data=f"npz:{tmp_path / 'own.npz'}", model="mlp", method="batch_clipping(companions=2)", public=5
+    )
+    with pytest.warns(UserWarning, match="--public 5 takes so many rows of your own file as public"):
+        network(config, splits_for(config, "mlp"))
+
+
 def test_a_report_says_which_runs_it_leaves_out(tmp_path: Path) -> None:
     trained(folder=tmp_path / "one")
     stopped(tmp_path / "two")
     with pytest.warns(UserWarning, match="two did not finish"):
         assert len(read([tmp_path])) == 1
+
+
+# --------------------------------------------------------------------- Ctrl-C
+
+
+@pytest.mark.parametrize("name", ["_hidden", "_taken"])
+@pytest.mark.parametrize("memory", ["blocks", "bounded", "full"])
+def test_ctrl_c_between_a_step_s_number_and_its_memory_makes_no_group_take_part_twice(
+    name: str, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = private_for(method=f"dice(flat(0.01), 0.01, memory={memory!r}, blocks=3)")
+    plain, armed = cw.Private.__setattr__, True
+
+    def interrupted(self: cw.Private, key: str, value: Any) -> None:
+        nonlocal armed
+        if key == name and value is not None and armed:
+            armed = False
+            raise KeyboardInterrupt
+        plain(self, key, value)
+
+    batch = next(private.batches())
+    monkeypatch.setattr(cw.Private, "__setattr__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        private.step(batch)
+    assert private.hidden is None  # of this step, which counts and may be made again, nothing is left
+    assert private.ledger.releases == 1
+    private.step(next(private.batches()))
+    assert private.hidden is not None
