@@ -343,3 +343,17 @@ def test_ctrl_c_between_a_step_s_number_and_its_memory_makes_no_group_take_part_
     assert private.ledger.releases == 1
     private.step(next(private.batches()))
     assert private.hidden is not None
+
+
+def test_rows_that_are_copied_to_balance_classes_are_warned_of() -> None:
+    x = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(0))
+    few = Y == 0
+    with pytest.warns(UserWarning, match="80 rows of the data are copies of others"):
+        private_for(nn.Linear(9, 3), (torch.cat([x, x[few], x[few]]), torch.cat([Y, Y[few], Y[few]])))
+
+
+@pytest.mark.parametrize("x", [torch.randn(ROWS, 9), torch.ones(ROWS, 9), torch.arange(9.0).repeat(ROWS, 1)])
+def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private_for(nn.Linear(9, 3), (x, Y))

@@ -50,6 +50,8 @@ from clipwise.types import (
     whole,
 )
 
+LOOKED_AT = 100_000  # rows at most, in which copies are looked for
+TELLING = 8  # different fractions in a row: two people do not have them all in common by chance
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
@@ -142,6 +144,7 @@ def make_private(
             f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
         )
     rate = batch / rows
+    _warn_of_copies(dataset)
     if delta >= 1 / rows:
         warnings.warn(
             f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
@@ -296,6 +299,26 @@ def _refuse_ranks(model: nn.Module) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise Refused(
             f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
+        )
+
+
+def _warn_of_copies(data: RowDataset) -> None:
+    """Warn of rows that are others number for number, where that is no chance: samplers are refused, copies are not."""
+    known, copies = set[int](), 0
+    for some in torch.arange(min(LOOKED_AT, len(data))).split(CHUNK) if isinstance(data, Arrays) else ():
+        first = next(tensors(data.rows(some)))
+        if not first.is_floating_point() or first[0].numel() < TELLING:
+            return
+        for row in first.detach().float().flatten(1).cpu().numpy():
+            key = hash(row.tobytes())
+            copies += key in known and len({number for number in row.tolist() if number % 1}) >= TELLING
+            known.add(key)
+    if copies:
+        warnings.warn(
+            f"{copies} rows of the data are copies of others, number for number: if one person's are repeated, to "
+            "balance classes say, that person moves the sum by all of them, and ε is for one; in the place of copies, "
+            "write a factor in the loss",
+            stacklevel=4,
         )
 
 
