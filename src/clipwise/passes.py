@@ -20,9 +20,9 @@ from clipwise.engine import ChunkEngine, Views, one_by_one
 from clipwise.methods import Method
 from clipwise.randomness import Stream
 from clipwise.records import Capture, SampleGradients, batch_size, trainable
-from clipwise.records.checks import unmoved
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
+from clipwise.records.states import unmoved
 from clipwise.records.tape import mapped
 from clipwise.sampling import chunks, units
 from clipwise.types import Batch, Gradient, InputError, Refused

@@ -33,8 +33,9 @@ from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
 from clipwise.records.chance import generators, kept, seeded
-from clipwise.records.checks import Modes, modes, refuse_modules, restored
+from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
+from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
@@ -229,10 +230,14 @@ class Private:
         # one format whatever was drawn: several chunks are summed in a wider one
         released = release(private, event, batch.stream, units, widest(parameters.values()))
         self.ledger.record(released.event)  # before anything uses what was released
-        # At once: whatever fails below, no later step may draw from this one's group in the same block.
-        self._hidden, self._taken = following, self._taken + 1
+        # At once: whatever fails below, no later step may draw from this one's group in the same block. And where
+        # Ctrl-C comes between these, nothing is remembered of a step that is to be made again.
+        self._hidden = None
+        self._taken += 1
+        self._hidden = following
         self._follow(method.next(released, units))
-        TRAINED[self.model] = self.ledger
+        if TRAINED.get(self.model) is not self.ledger:
+            note_trained(self.model, self.ledger)
         here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
         past = (here, *self.state.past)[: method.past]
         made = self.post.apply(self.state.post, released.gradient, released.deviation)
@@ -297,6 +302,7 @@ class Private:
             "samples": len(self.data),
             "generator": self._stream.name,
             "method": self._first_method,
+            "self_test": self._self_tested,
             "post": str(self.post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
@@ -345,8 +351,15 @@ class Private:
     def _place(self, plan: DicePlan) -> int:
         return (self.steps_taken - self._begun) % plan.groups
 
-    def resumed(self, step: int, method: Method, state: PublicState, hidden: Gradient | None) -> None:
-        """Go on from a checkpoint.
+    @property
+    def used(self) -> str:
+        """The methods that steps were made with, as the statement names them."""
+        return self._methods_used
+
+    def resumed(
+        self, step: int, method: Method, state: PublicState, hidden: Gradient | None, used: str | None = None
+    ) -> None:
+        """Go on from a checkpoint; ``used`` names the methods so far.
 
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
@@ -355,6 +368,7 @@ class Private:
         state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
         hidden = mapped(hidden, lambda t: t.to(device))
         self._taken, self._state = step, state
+        self._methods_used = self._methods_used if used is None else used
         self._follow(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
@@ -458,11 +472,25 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
     _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())
 
 
-# model → the ledger of the last private run that trained it
+# a model, or a module in it that was trained → the ledger of the last private run that did so
 TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
 
 
+def note_trained(model: nn.Module, ledger: Ledger) -> None:
+    """Remember whose releases a model and its parts are made of: they may be trained again, alone or in another."""
+    for module in model.modules():
+        if module is model or any(p.requires_grad for p in module.parameters(recurse=False)):
+            TRAINED[module] = ledger
+
+
+def forget_trained(model: nn.Module) -> None:
+    """Nothing of this model was trained before, or it is counted."""
+    for module in model.modules():
+        TRAINED.pop(module, None)
+
+
 def trained_elsewhere(model: nn.Module, counted: Iterable[tuple[Event, int]]) -> bool:
-    """Whether a private run trained this model whose releases are not all among these."""
-    known = TRAINED.get(model)
-    return known is not None and bool(totals(known.entries) - totals(counted))
+    """Whether a private run trained this model, or a part of it, whose releases are not all among these."""
+    own = totals(counted)
+    known = {id(ledger): ledger for module in model.modules() if (ledger := TRAINED.get(module)) is not None}
+    return any(totals(ledger.entries) - own for ledger in known.values())

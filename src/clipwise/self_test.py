@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,18 +28,17 @@ from clipwise.records.chance import generators, seeded, still
 from clipwise.records.checks import (
     alone_as_together,
     culprit,
-    held,
     in_half,
     limits,
     losses_of,
     moved_weights,
     refuse_remembered,
-    restored,
     self_test,
-    unmoved,
 )
+from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
+from clipwise.step import Rule
 from clipwise.types import Batch, Refused
 
 FEW = 4  # samples that are looked at closely
@@ -71,7 +71,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
         own = each[int(places)] if len(places) == 1 else rows
         return probed(method, replace(passes.engine(few[places], 0, state), fast=None, capture=capture), own)
 
-    alone_as_together(passes.model, gradients, len(few))
+    alone_as_together(passes.model, gradients, len(few), partial(_terms, method))
     half, look = in_half(capture(shown)), 0
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw)
@@ -80,6 +80,16 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
+
+
+def _terms(method: Method, gradients: SampleGradients) -> dict[str, Tensor]:
+    """What a step would add for these samples, over its bound: each block's, by the name of its first parameter."""
+    blocks = method.blocks(gradients.names)
+    groups = [block.names for block in blocks]
+    weights = gradients.weighed(Rule(blocks, gradients.samples), groups).weights
+    finite = gradients.masked(gradients.norms(groups).isfinite().all(1))
+    sums = finite.weighted_sum(weights, groups)
+    return {b.names[0]: torch.cat([sums[n].flatten().double() for n in b.names]) / b.bound for b in blocks}
 
 
 # ── as many samples as a step has, together and in pieces ───────────────────────────────────────────────────────────
@@ -268,6 +278,13 @@ Reading = Literal["again", "collated", "cut"]
 def _reading(passes: Passes, samples: Tensor) -> Reading:
     """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
     data, everything = passes.data, torch.arange(len(samples))
+    if isinstance(data, Samples) and not _twice(lambda: passes.rows(samples[:READ]))[0]:
+        raise Refused(
+            "the same samples came out differently when they were read again, with every generator at the same seed: "
+            "the data set or collate draws from a generator of its own, so that one sample less moves all that is "
+            "drawn for the others, or it changes what it reads; draw from torch's, NumPy's or Python's own generators, "
+            "which every step seeds in secret"
+        )
     if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
         same, drew = _twice(lambda: passes.rows(samples))
         if same and not drew:
@@ -277,8 +294,7 @@ def _reading(passes: Passes, samples: Tensor) -> Reading:
         same, drew = _twice(lambda: _collated(passes, items, everything))
         if same and not drew:
             return "collated"
-        if same:
-            _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
+        _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
     return "cut"
 
 

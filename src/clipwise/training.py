@@ -26,7 +26,7 @@ from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import rounded_up
-from clipwise.private import TRAINED, Private
+from clipwise.private import Private, forget_trained, note_trained
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
@@ -107,7 +107,7 @@ def train(
     if tensorboard:
         writer()  # it must be installed
     if resume:
-        TRAINED.pop(model, None)  # by the run that goes on, whose ledger counts
+        forget_trained(model)  # by the run that goes on, whose ledger counts
     private = make_private(model, chosen, data, loss=loss, ledger=Ledger(), **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and any(phase.companions for phase in private.method.phases):
@@ -236,6 +236,7 @@ class _Loop:
             "plan": self.plan,
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "method": str(self.private.method),
+            "used": self.private.used,
             "model": self.private.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
@@ -277,7 +278,7 @@ class _Loop:
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
         same = state["method"] == str(self.private.method)  # it need not be one that has an expression
         method = self.private.method if same else methods.parse(state["method"])
-        self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden)
+        self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden, state.get("used"))
         if repeated := ledger.releases - state["releases"]:
             self._warn_of_repeated(repeated)
         self.private.model.load_state_dict(state["model"])
@@ -300,6 +301,7 @@ class _Loop:
         )
 
     def finish(self) -> Run:
+        note_trained(self.model, self.private.ledger)  # the average is a copy
         statement = self.private.statement()
         citation = "\n\n".join(paper.bibtex() for paper in methods.papers([self.private.method, self.private.post]))
         if self.folder is not None:

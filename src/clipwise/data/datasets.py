@@ -60,6 +60,7 @@ class Arrays(Dataset[Any]):
 
         So bytes can stay bytes until they are used. ``prepare`` must treat every row by itself, and the same way.
         """
+        _refuse_overlaps(_labelled(data))
         columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in _labelled(data)}
         if not columns:
             raise InputError(
@@ -192,6 +193,39 @@ def _refuse_samples(data: Any) -> None:
         )
 
 
+def _refuse_overlaps(columns: list[tuple[str, Any]]) -> None:
+    """Refuse rows that share memory: windows that slide over a series, or one row for all."""
+    arrays = [(label, column) for label, column in columns if isinstance(column, (Tensor, np.ndarray)) and column.ndim]
+    steps = [_strides(column)[0] for _, column in arrays if len(column) > 1]
+    if steps and not any(steps):  # one such column may be a constant
+        raise Refused(
+            "data must hold every sample once, got one row that stands for all (expanded): they are one sample, with "
+            "as many times the sensitivity that ε is stated for; give rows of different samples"
+        )
+    for label, column in arrays:
+        if _overlaps(column):
+            raise Refused(
+                f"the rows of data{label} share entries, as windows do that slide over a series: what one person gave "
+                "stands in several rows, and ε is for one; cut windows that do not overlap, one person's in one row"
+            )
+
+
+def _overlaps(column: Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether rows may share memory; entries within a row may, and a single row that is repeated is not looked at."""
+    step, *inner = _strides(column)
+    if len(column) < 2 or not step or not all(column.shape):
+        return False
+    within = [(s, size) for s, size in zip(inner, column.shape[1:], strict=True) if s and size > 1]
+    near = sum(s * (size - 1) for s, size in within if s < step)
+    far = min((s for s, _ in within if s >= step), default=None)
+    # a row's entries lie within one step; or, as in a transpose, further apart than all rows together
+    return near >= step or (far is not None and far <= step * (len(column) - 1) + near)
+
+
+def _strides(column: Tensor | np.ndarray[Any, Any]) -> list[int]:
+    return [abs(s) for s in (column.stride() if isinstance(column, Tensor) else column.strides)]
+
+
 def check_finite(name: str, values: Tensor) -> None:
     """Refuse NaN and infinities; the message counts them and says where the first one is."""
     if not (values.is_floating_point() or values.is_complex()):
@@ -283,21 +317,28 @@ def _refuse_iterable(data: object) -> NoReturn:
 
 def _refuse_repeats(data: Dataset[Any]) -> None:
     """A row that stands in the data twice is moved by twice the bound when its owner leaves."""
-    rows, counts = torch.unique(_origins(data), dim=0, return_counts=True)
-    if bool((counts > 1).any()):
+    origins = _origins(data)
+    _, kind, counts = torch.unique(origins[:, :2], dim=0, return_inverse=True, return_counts=True)
+    repeated = origins[counts[kind] > 1]
+    if len(repeated):
         raise Refused(
-            f"data must hold every sample once, got a {type(data).__name__} with index {int(rows[counts > 1][0, 1])} "
+            f"data must hold every sample once, got a {type(data).__name__} with index {int(repeated[:, 2].min())} "
             "repeated: a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
         )
 
 
 def _origins(data: Any) -> Tensor:
-    """Where each row comes from, through subsets and concatenations: [row, (data set, index)]."""
+    """Where each row comes from, through subsets and concatenations: [row, (data set, place in it, index)]."""
     if isinstance(data, Subset):
         return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long)]
     if isinstance(data, ConcatDataset):
         return torch.cat([_origins(part) for part in data.datasets])
-    return torch.stack([torch.full((len(data),), id(data)), torch.arange(len(data))], 1)
+    index = torch.arange(len(data))
+    source, place = id(data), index
+    if type(data) is TensorDataset:  # several may be of the same tensors, or of parts of them
+        first = data.tensors[0]
+        source, place = first.untyped_storage().data_ptr(), index * first.stride(0) + int(first.storage_offset())
+    return torch.stack([torch.full_like(index, source), place, index], 1)
 
 
 def _listed(lengths: Mapping[str, int]) -> str:

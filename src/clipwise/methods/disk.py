@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 from clipwise.methods.citations import ZHANG_2025_DISK
 from clipwise.methods.flat import flat
 from clipwise.methods.method import Engine, Method, base_of, length, wrapped
-from clipwise.types import Batch, fraction
+from clipwise.types import Batch, InputError, fraction
 
 if TYPE_CHECKING:
     from clipwise.records import SampleGradients
+
+# c at most: a gradient's rounding may depend on who else is in the chunk, and the difference of two is c times as rough
+STEEPEST = 100.0
 
 
 def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> Method:
@@ -26,7 +29,12 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
     """
     inner = base_of(disk, base, flat)
     gain, ahead = length("gain", fraction("gain", gain)), length("ahead", ahead)
-    c = length("(1 − gain)/(gain · ahead)", (1 - gain) / (gain * ahead), least=0.0)
+    c = (1 - gain) / (gain * ahead)
+    if c > STEEPEST:
+        raise InputError(
+            f"(1 − gain)/(gain · ahead) must be at most {STEEPEST:g}, got {c:.4g}: it magnifies a gradient's rounding, "
+            "which other samples may change; write a larger ahead, (1 − gain)/gain for instance"
+        )
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
         here = inner.gradients(engine, rows)

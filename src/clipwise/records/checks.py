@@ -7,7 +7,7 @@ Gives: nothing, or an error that names the module and the fix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import generators, kept, seeded, still
+from clipwise.records.chance import generators, seeded, still
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
+from clipwise.records.states import held, put_back, restored, unmoved
 from clipwise.records.tape import mapped, row, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.types import Batch, InputError, Refused
@@ -142,10 +143,16 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
     return from_dense(dict(zip(parameters, each, strict=True)), parameters)
 
 
-def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGradients], samples: int) -> None:
+def alone_as_together(
+    model: nn.Module,
+    gradients: Callable[[Tensor], SampleGradients],
+    samples: int,
+    terms: Callable[[SampleGradients], Mapping[str, Tensor]] = lambda _: {},
+) -> None:
     """Refuse a method or data in which a sample's gradient depends on who else was read with it.
 
-    ``gradients(places)`` of all of so many samples together must be those of each alone. The model is left as it was.
+    ``gradients(places)`` of all of so many samples together must be those of each alone, and so must be ``terms``, what
+    they add to a step, by the name of a block and over its bound. The model is left as it was.
     Edge cases: dropout is held still, since its draws follow a row's place; a model that draws in another way is in
     eval mode.
     """
@@ -167,14 +174,16 @@ def alone_as_together(model: nn.Module, gradients: Callable[[Tensor], SampleGrad
         _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
         parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
         _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
-
-
-Modes = tuple[tuple[type, bool], ...]
-
-
-def modes(model: nn.Module) -> Modes:
-    """Which modules there are, and which are in training mode: in another mode a model may be another function."""
-    return tuple((type(module), module.training) for module in model.modules())
+        most, own_terms = HALF_AT_MOST if in_half(together) else AT_MOST, [terms(g) for g in each]
+        for name, term in terms(together).items():
+            apart = float(torch.linalg.vector_norm(term - torch.stack([t[name] for t in own_terms]).sum(0)))
+            if apart > most * math.sqrt(samples):
+                raise Refused(
+                    f"what {name} adds to a step follows who else is in it: for {samples} samples it moves by "
+                    f"{apart:.2g} bounds, expected at most {most * math.sqrt(samples):.2g}; if nothing is "
+                    "left of its gradient but rounding, which the method makes as long as any, freeze it by "
+                    "requires_grad_(False), or weigh it by flat or automatic"
+                )
 
 
 def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
@@ -202,7 +211,7 @@ def moved_weights(model: nn.Module, half: bool) -> Iterator[None]:
     """The model with weights that differ by as much as rounding would make them."""
     generator = torch.Generator("cpu").manual_seed(0)
     rounding = HALF_ROUNDING if half else ROUNDING
-    with _put_back(model, dict(model.named_parameters())):
+    with put_back(model, dict(model.named_parameters())):
         with torch.no_grad():
             for p in trainable(model).values():
                 p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
@@ -281,24 +290,15 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
 
 
 def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """Refuse buffers and parameters that are not the same after two batches."""
+    """Refuse buffers, parameters and extra states that are not the same after two batches."""
     for name, value in one.items():
-        if not torch.equal(value, other[name]):
-            kind = "buffer" if name in dict(model.named_buffers()) else "parameter"
+        if name not in other or not torch.equal(value, other[name]):
+            known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
+            kind = next((kind for kind, values in known if name in dict(values)), "state")
             raise Refused(
                 f"the {kind} {name} is computed from the batch, its values or its size, so it would keep private data "
                 "without noise; compute it from public data beforehand, or call .eval() on its module"
             )
-
-
-def held(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all that a forward pass could write to."""
-    return {name: value.detach().clone() for name, value in _writable(model).items()}
-
-
-def _writable(model: nn.Module) -> dict[str, Tensor]:
-    """All that a forward pass could write to."""
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def _last_changed(rows: Tensor) -> Tensor:
@@ -392,35 +392,3 @@ def in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
     held = [vars(record) for records in gradients.records.values() for record in records]
     return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Training flags, buffers, parameters and random generators as they were."""
-    with _put_back(model, dict(model.named_parameters())), unmoved(model):
-        yield
-
-
-@contextmanager
-def unmoved(model: nn.Module) -> Iterator[None]:
-    """The same without the parameters, for the passes in between: a spectral norm, say, moves its buffers in each."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        devices = {p.device for p in trainable(model).values() if p.is_cuda}
-        with kept(devices), _put_back(model, dict(model.named_buffers())):
-            yield
-    finally:
-        for module, flag in flags:
-            module.training = flag
-
-
-@contextmanager
-def _put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    before = {name: value.detach().clone() for name, value in values.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in _writable(model).items():  # now: a module may have put another tensor into its place
-                if name in before:
-                    value.copy_(before[name])

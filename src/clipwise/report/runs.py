@@ -10,6 +10,7 @@ import json
 import math
 import shlex
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,11 +97,23 @@ def read(paths: Iterable[str | Path]) -> list[Recorded]:
         if not inside:
             raise unfinished(path, f"expected a folder with {STATEMENT}, or one with runs")
         found += [place for place in inside if place not in found]
+        _warn_of_unfinished(path)
     if not found:
         raise InputError(
             "expected the folder of at least one run, got none: write for instance clipwise report runs/RUN"
         )
     return _named([_read(place) for place in found])
+
+
+def _warn_of_unfinished(path: Path) -> None:
+    begun, finished = ({place.parent.name for place in path.glob(f"*/{name}")} for name in (CHECKPOINT, STATEMENT))
+    unfinished = sorted(begun - finished)
+    if unfinished:
+        warnings.warn(
+            f"in {path}, {', '.join(unfinished)} did not finish: what such a run released, and what was seen of it, is "
+            "in no number of this report, nor in the ε of all runs; resume it first: clipwise train --resume …",
+            stacklevel=3,
+        )
 
 
 def own(look: Values) -> Values:

@@ -1,0 +1,101 @@
+"""What a model holds, and how it is left as it was.
+
+Receives: a model.
+Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.records.capture import trainable
+from clipwise.records.chance import kept
+from clipwise.records.tape import tensors
+
+Modes = tuple[tuple[type, bool, int], ...]
+
+
+def modes(model: nn.Module) -> Modes:
+    """Which modules there are, with how many hooks, in which mode: with others a model may be another function."""
+    return tuple((type(module), module.training, _hooks(module)) for module in model.modules())
+
+
+def _hooks(module: nn.Module) -> int:
+    return (
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+    )
+
+
+def held(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all that a forward pass could write to and a checkpoint would hold."""
+    states = {f"{name}[{i}]": t for name, state in _extra_states(model) for i, t in enumerate(_numbers(state))}
+    return {name: value.detach().clone() for name, value in {**_writable(model), **states}.items()}
+
+
+def _extra_states(model: nn.Module) -> list[tuple[str, Any]]:
+    """What modules put into checkpoints beside buffers and parameters."""
+    return [
+        (f"{name}._extra_state".lstrip("."), module.get_extra_state())
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _numbers(state: Any) -> list[Tensor]:
+    """A state's tensors; of one without tensors, its bytes."""
+    return list(tensors(state)) or [torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)]
+
+
+def _writable(model: nn.Module) -> dict[str, Tensor]:
+    """All that a forward pass could write to."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Training flags, buffers, parameters and random generators as they were."""
+    with put_back(model, dict(model.named_parameters())), unmoved(model):
+        yield
+
+
+@contextmanager
+def unmoved(model: nn.Module) -> Iterator[None]:
+    """The same without the parameters, for the passes in between: a spectral norm, say, moves its buffers in each."""
+    flags = [(module, module.training) for module in model.modules()]
+    states = [(m, copy.deepcopy(m.get_extra_state())) for m in model.modules() if _sets_extra_state(m)]
+    try:
+        devices = {p.device for p in trainable(model).values() if p.is_cuda}
+        with kept(devices), put_back(model, dict(model.named_buffers())):
+            yield
+    finally:
+        for module, flag in flags:
+            module.training = flag
+        for module, state in states:
+            module.set_extra_state(state)
+
+
+def _sets_extra_state(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+@contextmanager
+def put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
+    """The model with these values, its own, as they are now, afterwards."""
+    before = {name: value.detach().clone() for name, value in values.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in _writable(model).items():  # now: a module may have put another tensor into its place
+                if name in before:
+                    value.copy_(before[name])

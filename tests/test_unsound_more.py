@@ -1,0 +1,359 @@
+"""More ways to a false ε: chance of one's own, rows and releases that go uncounted, rounding that is magnified.
+
+Receives: small runs, and somebody who tampers with them.
+Gives: that they are refused or warned of, with the words that say why, and that their honest kin pass.
+"""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+
+import clipwise as cw
+from clipwise.cli.runs import network, splits_for
+from clipwise.config import TrainConfig
+from clipwise.report import read
+from clipwise.types import InputError, Refused
+
+ROWS = 120
+X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(ROWS) % 3
+
+
+def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
+    model = nn.Linear(6, 3) if model is None else model
+    settings = {"noise_multiplier": 1.0, "steps": 4, "batch": 30, "delta": 1e-3, "noise": 1, **changed}
+    return cw.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings)
+
+
+# --------------------------------------------------------------------- chance of one's own
+
+
+class Noisy(Dataset[Any]):
+    """Samples with a little noise, drawn as ``draw`` says."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + self.draw(), Y[index]
+
+
+def of_numpy() -> Callable[[], float]:
+    return np.random.default_rng(0).random
+
+
+def of_torch() -> Callable[[], float]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda: float(torch.rand((), generator=generator))
+
+
+def of_python() -> Callable[[], float]:
+    return random.Random(0).random
+
+
+@pytest.mark.parametrize("make", [of_numpy, of_torch, of_python])
+def test_a_data_set_that_draws_from_a_generator_of_its_own_is_refused(make: Any) -> None:
+    with pytest.raises(Refused, match="generator of its own"):
+        private_for(data=Noisy(make()))
+
+
+@pytest.mark.parametrize("draw", [np.random.random, lambda: float(torch.rand(())), random.random, lambda: 0.0])
+def test_a_data_set_that_draws_from_the_generators_that_a_step_seeds_passes(draw: Any) -> None:
+    private_for(data=Noisy(draw))
+
+
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_refused() -> None:
+    draw = of_numpy()
+
+    def mixed(items: list[Any]) -> Any:
+        x, y = (torch.stack(column) for column in zip(*items, strict=True))
+        return x + draw() * x.roll(1, 0), y
+
+    with pytest.raises(Refused, match="generator of its own"):
+        private_for(data=Noisy(lambda: 0.0), collate=mixed)
+
+
+# --------------------------------------------------------------------- what is kept beside buffers
+
+
+class Largest(nn.Module):
+    """Keeps the largest input that it saw where checkpoints hold it and buffers do not."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.layer, self.largest, self.keep = nn.Linear(6, 3), torch.zeros(()), keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keep:
+            self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        outputs: Tensor = self.layer(x)
+        return outputs
+
+    def get_extra_state(self) -> Any:
+        return {"largest": self.largest}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.largest = state["largest"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_extra_state_that_keeps_something_of_the_batch_is_refused_and_left_as_it_was(inside: bool) -> None:
+    model = Largest(keep=True)
+    with pytest.raises(Refused, match=r"the state (0\.)?_extra_state\[0\] is computed from the batch"):
+        private_for(nn.Sequential(model) if inside else model)
+    assert float(model.largest) == 0
+
+
+def test_an_extra_state_that_keeps_nothing_passes() -> None:
+    private_for(Largest(keep=False))
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_mixes_samples_is_found_also_where_it_comes_later(register: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    private = private_for(model)
+    batches = private.batches()
+    private.step(next(batches))
+
+    def centred(module: nn.Module, inputs: Any, output: Tensor | None = None) -> Tensor:
+        rows = inputs[0] if output is None else output
+        return rows - rows.mean(0)
+
+    getattr(model[2], register)(centred)
+    with pytest.raises(Refused, match="mixes the samples"):
+        private.step(next(batches))
+
+
+# --------------------------------------------------------------------- releases that nobody would count
+
+
+def trained(**how: Any) -> cw.Run:
+    model = how.pop("model", None) or nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    settings = {"noise_multiplier": 1.0, "delta": 1e-3, "steps": 3, "batch": 30, **how}
+    return cw.train(model, cw.cross_entropy, (X, Y), **settings)
+
+
+def averaged() -> nn.Module:
+    return trained(average=0.9).model
+
+
+def wrapped() -> nn.Module:
+    return nn.Sequential(trained().model)
+
+
+def in_part() -> nn.Module:
+    first = trained().model
+    assert isinstance(first, nn.Sequential)
+    return nn.Sequential(first[0], nn.ReLU(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("make", [averaged, wrapped, in_part])
+def test_what_a_run_gives_back_is_known_wherever_it_is_trained_again(make: Any) -> None:
+    with pytest.warns(UserWarning, match="trained by a private run before"):
+        trained(model=make())
+
+
+def test_what_two_models_share_without_training_it_is_not_warned_of() -> None:
+    frozen, act = nn.Linear(6, 6).requires_grad_(False), nn.ReLU()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            trained(model=nn.Sequential(frozen, act, nn.Linear(6, 3)))
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped(folder: Path, **how: Any) -> None:
+    def progress(private: cw.Private, row: Any) -> None:
+        if private.steps_taken == 1:
+            private.method = cw.psac()
+        if private.steps_taken == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        trained(model=nn.Linear(6, 3), folder=folder, progress=progress, **how)
+
+
+def test_a_resumed_run_names_every_method_that_it_used(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    run = trained(model=nn.Linear(6, 3), folder=tmp_path / "run", resume=True)
+    assert run.statement.method == "flat(clip_norm=1.0); from step 1: psac(clip_norm=1.0, r=0.1)"
+
+
+def test_a_run_without_a_self_test_is_not_resumed_with_one(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", self_test=False)
+    with pytest.raises(InputError, match="self_test must be what the run began with, False, got True"):
+        trained(model=nn.Linear(6, 3), folder=tmp_path / "run", resume=True)
+
+
+# --------------------------------------------------------------------- rounding that is magnified
+
+
+def test_a_look_ahead_so_short_that_it_magnifies_rounding_is_refused() -> None:
+    cw.disk(gain=0.01, ahead=1.0)
+    for how in ({"ahead": 1e-3}, {"gain": 1e-3}, {"gain": 1e-10, "ahead": 1e-10}):
+        with pytest.raises(InputError, match=r"^\(1 − gain\)/\(gain · ahead\) must be at most 100, got "):
+            cw.disk(**how)
+
+
+class Shifted(nn.Module):
+    """A shift of all logits alike, which a softmax does not see: its gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(30, 10), nn.Linear(10, 3)
+        self.shift = nn.ParameterDict({"by": nn.Parameter(torch.zeros(4))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.first(x).tanh()) + self.shift["by"].sum()
+        return outputs
+
+
+def test_a_block_of_nothing_but_rounding_is_refused_where_it_would_be_made_long() -> None:
+    data = (torch.randn(ROWS, 30, generator=torch.Generator().manual_seed(0)), Y)
+    for text in ("normalised(1.0)", "layerwise(flat(1.0))", "layerwise(automatic(1.0))"):
+        torch.manual_seed(0)
+        private_for(Shifted(), data, method=text)
+    torch.manual_seed(0)
+    with pytest.raises(Refused, match=r"what shift\.by adds to a step follows who else is in it"):
+        private_for(Shifted(), data, method="layerwise(normalised(1.0))")
+
+
+# --------------------------------------------------------------------- samples that stand in several places
+
+SERIES = torch.randn(ROWS + 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        SERIES.unfold(0, 6, 1),
+        torch.cat([SERIES] * 3).unfold(0, 6, 3)[:ROWS],
+        np.lib.stride_tricks.sliding_window_view(SERIES.numpy(), 6),
+    ],
+)
+def test_windows_that_slide_over_a_series_are_refused(x: Any) -> None:
+    with pytest.raises(Refused, match=r"the rows of data\[0\] share entries"):
+        private_for(data=(x, Y))
+
+
+def test_one_row_that_stands_for_all_is_refused() -> None:
+    with pytest.raises(Refused, match="one row that stands for all"):
+        private_for(data=(X[:1].expand(ROWS, 6), Y[:1].expand(ROWS)))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        X.t().contiguous().t(),
+        torch.cat([X, X])[::2],
+        torch.cat([X, X], 1)[:, 3:9],
+        torch.cat([SERIES] * 6)[: 6 * ROWS].unfold(0, 6, 6),
+        X[:, None].expand(ROWS, 4, 6).reshape(ROWS, 24)[:, :6],
+        torch.randn(2, ROWS, 3).transpose(0, 1),
+        torch.randn(ROWS, 7).unfold(1, 2, 1),
+        X[:, :3, None].expand(ROWS, 3, 2),
+        np.asfortranarray(X.numpy()),
+        X.numpy()[::-1],
+    ],
+)
+def test_rows_that_lie_in_memory_in_any_order_but_apart_pass(x: Any) -> None:
+    cw.data.as_dataset((x, Y, torch.ones(1).expand(ROWS)))
+
+
+def test_one_tensor_in_two_data_sets_is_refused_and_two_halves_of_it_pass() -> None:
+    with pytest.raises(Refused, match="index 0 repeated"):
+        private_for(data=ConcatDataset([TensorDataset(X, Y), TensorDataset(X, Y)]))
+    with pytest.raises(Refused, match="repeated"):
+        private_for(data=ConcatDataset([TensorDataset(X[:70], Y[:70]), TensorDataset(X[60:], Y[60:])]))
+    for one, other in ((slice(60), slice(60, None)), (slice(0, None, 2), slice(1, None, 2))):
+        private_for(data=ConcatDataset([TensorDataset(X[one], Y[one]), TensorDataset(X[other], Y[other])]))
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_public_inputs_that_are_private_ones_are_refused(private: bool) -> None:
+    public = torch.randn(10, 6, generator=torch.Generator().manual_seed(1))
+    if private:
+        public[9] = X[50]
+    network = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    method = cw.batch_clipping(cw.flat(1.0), companions=2)
+
+    def make() -> cw.Private:
+        return private_for(cw.models.Accompanied(network, public, 2), method=method, public=public)
+
+    if not private:
+        make()
+        return
+    with pytest.raises(Refused, match="got the private sample 50 among them"):
+        make()
+
+
+def test_rows_of_one_s_own_file_that_are_taken_as_public_are_said_to_be_in_the_model_s_file(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x=X.numpy(), y=Y.numpy())
+    config = TrainConfig(
+        data=f"npz:{tmp_path / 'own.npz'}", model="mlp", method="batch_clipping(companions=2)", public=5
+    )
+    with pytest.warns(UserWarning, match="--public 5 takes so many rows of your own file as public"):
+        network(config, splits_for(config, "mlp"))
+
+
+def test_a_report_says_which_runs_it_leaves_out(tmp_path: Path) -> None:
+    trained(folder=tmp_path / "one")
+    stopped(tmp_path / "two")
+    with pytest.warns(UserWarning, match="two did not finish"):
+        assert len(read([tmp_path])) == 1
+
+
+# --------------------------------------------------------------------- Ctrl-C
+
+
+@pytest.mark.parametrize("name", ["_hidden", "_taken"])
+@pytest.mark.parametrize("memory", ["blocks", "bounded", "full"])
+def test_ctrl_c_between_a_step_s_number_and_its_memory_makes_no_group_take_part_twice(
+    name: str, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private = private_for(method=f"dice(flat(0.01), 0.01, memory={memory!r}, blocks=3)")
+    plain, armed = cw.Private.__setattr__, True
+
+    def interrupted(self: cw.Private, key: str, value: Any) -> None:
+        nonlocal armed
+        if key == name and value is not None and armed:
+            armed = False
+            raise KeyboardInterrupt
+        plain(self, key, value)
+
+    batch = next(private.batches())
+    monkeypatch.setattr(cw.Private, "__setattr__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        private.step(batch)
+    assert private.hidden is None  # of this step, which counts and may be made again, nothing is left
+    assert private.ledger.releases == 1
+    private.step(next(private.batches()))
+    assert private.hidden is not None
+
+
+def test_rows_that_are_copied_to_balance_classes_are_warned_of() -> None:
+    x = torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(0))
+    few = Y == 0
+    with pytest.warns(UserWarning, match="80 rows of the data are copies of others"):
+        private_for(nn.Linear(9, 3), (torch.cat([x, x[few], x[few]]), torch.cat([Y, Y[few], Y[few]])))
+
+
+@pytest.mark.parametrize("x", [torch.randn(ROWS, 9), torch.ones(ROWS, 9), torch.arange(9.0).repeat(ROWS, 1)])
+def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private_for(nn.Linear(9, 3), (x, Y))
