@@ -346,7 +346,8 @@ def _warn_of_copies(data: RowDataset) -> None:
 
 def _refuse_private(public: Tensor, data: RowDataset) -> None:
     """Refuse public inputs that are private ones: they go beside every other sample, and into the model's file."""
-    known = {row.tobytes() for row in public.detach().cpu().flatten(1).numpy()}
+    # one of a single number, such as a blank picture, is nobody's
+    known = {row.tobytes() for row in public.detach().cpu().flatten(1).numpy() if (row != row[:1]).any()}
     for some in torch.arange(len(data)).split(CHUNK) if isinstance(data, Arrays) else ():
         rows = next(tensors(data.rows(some))).to("cpu", public.dtype).flatten(1).numpy()
         found = next((i for i, row in zip(some.tolist(), rows, strict=True) if row.tobytes() in known), None)
