@@ -600,13 +600,3 @@ def test_a_product_of_padded_rows_is_rounded_once() -> None:
     found = outer_dense(a.to(DEVICE), b.to(DEVICE)).double().cpu()
     assert found.shape == (2, 13, 8)
     torch.testing.assert_close(found, exact.bfloat16().double(), rtol=2.0**-7, atol=1e-6)
-
-
-def test_launches_of_many_layers_give_no_more_numbers_than_they_are_told_unless_one_layer_does() -> None:
-    sizes = [(4, 6), (4, 6), (10, 20), (4, 6), (4, 6), (3, 3)]
-    outers = {
-        i: Outer(torch.zeros(2, 1, 5, p), torch.zeros(2, 1, 5, q), torch.Size([q, p])) for i, (p, q) in enumerate(sizes)
-    }
-    assert kinds.sums._alike(outers) == [list(range(6))]
-    assert kinds.sums._alike(outers, 60) == [[0, 1], [2], [3, 4, 5]]
-    assert kinds.sums._alike({}, 60) == []

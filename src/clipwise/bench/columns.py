@@ -130,6 +130,7 @@ def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> 
     event = PoissonGaussian(case.noise_multiplier, sampling_rate=0.01)
 
     def take() -> None:
+        optimizer.zero_grad()  # as in the ordinary step: the last gradients need not be there beside the next
         private, _ = private_sum(method, parameters, [capture(batch)], alone=True)
         if noise:
             update = release(private, event, stream, case.batch, torch.float32).gradient

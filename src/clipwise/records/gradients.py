@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipwise.records.kinds import Dense, Indexed, Record, beside, cross, joined, sq_norms, totals, wide
+from clipwise.records.kinds import Dense, Record, beside, cross, joined, sq_norms, totals, wide
 from clipwise.records.planner import Form
 from clipwise.records.tape import Site
 from clipwise.records.timing import timed
@@ -131,17 +131,12 @@ class SampleGradients:
         for names, column in columns:
             together = self._together(names, column)
             own = {name: self._own(name) for name in names if name not in together}
-            # rows of a table are added to what else there is of it
-            tables = {name: [r for r in own[name][1:] if isinstance(r, Indexed)] for name in own}
-            rest = {name: [r for r in own[name] if all(r is not table for table in tables[name])] for name in own}
-            found = iter(totals([record for records in rest.values() for record in records], column))
+            found = iter(totals([record for records in own.values() for record in records], column))
             for name in names:
-                parts = [together[name]] if name in together else [next(found) for _ in rest[name]]
+                parts = [together[name]] if name in together else [next(found) for _ in own[name]]
                 if not parts:
                     parts = [torch.zeros_like(self.like[name], dtype=self._dtype)]
                 sums[name] = sum(parts[1:], parts[0])
-                for table in tables.get(name, ()):
-                    sums[name] = table.added(column, sums[name])
         return sums
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:

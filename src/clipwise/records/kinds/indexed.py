@@ -64,13 +64,9 @@ class Indexed:
 
     def total(self, weights: Tensor) -> Tensor:
         """Scaled rows, added where they belong."""
-        return self.added(weights, wide(self.b).new_zeros(self.shape))
-
-    def added(self, weights: Tensor, to: Tensor) -> Tensor:
-        """The same added to a sum, in its place."""
         b = wide(self.b)
         rows = (b * shaped(b, weights)).flatten(0, 1)
-        return to.index_add_(0, self.ids.flatten(), rows.to(to.dtype))
+        return b.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows)
 
     def dense(self) -> Tensor:
         """Written out: only for tests and for tables as small as a sample."""

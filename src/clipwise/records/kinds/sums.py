@@ -7,7 +7,6 @@ inner products; summed and beside: with factors as norms and sums take them; wid
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
 from clipwise.records.kernels import outer_gram_sq_norms, outer_totals
 from clipwise.records.kernels.many import takes
 from clipwise.records.kinds.convolution import Convolution
@@ -69,8 +67,7 @@ def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
     """Σ_i w_i v_i of each record, of whatever parameters: those of linear layers together where a kernel can."""
     records, outers = _outers(records)
     sums: dict[int, Tensor] = {}
-    # what a launch gives is one piece of memory: several pieces find room between others more easily
-    for places in _alike(outers, planner.CUDA_STREAM_FLOATS):
+    for places in _alike(outers):
         a, b = [outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places]
         own = [weights * record.scale if isinstance(record := records[i], Halved) else weights for i in places]
         sums |= dict(zip(places, outer_totals(a, b, torch.stack(own)), strict=True))
@@ -89,15 +86,12 @@ def _outers(records: Sequence[Record]) -> tuple[list[Record], dict[int, Outer]]:
     return ready, found
 
 
-def _alike(outers: Mapping[int, Outer], most: float = math.inf) -> list[list[int]]:
-    """Their places, those together that one launch can take, whose weights have at most so many numbers together."""
-    alike: dict[Any, list[list[int]]] = {}
+def _alike(outers: Mapping[int, Outer]) -> list[list[int]]:
+    """Their places, those together that one launch can take."""
+    alike: dict[Any, list[int]] = {}
     for i, outer in outers.items():
-        found = alike.setdefault((outer.a.dtype, outer.a.device, outer.a.shape[:3]), [[]])
-        if sum(outers[j].shape.numel() for j in (*found[-1], i)) > most and found[-1]:
-            found.append([])
-        found[-1].append(i)
-    return [places for found in alike.values() for places in found]
+        alike.setdefault((outer.a.dtype, outer.a.device, outer.a.shape[:3]), []).append(i)
+    return list(alike.values())
 
 
 def cross(first: Record, second: Record) -> Tensor:
