@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from clipwise.records.kernels import convolution_gram as form
-from clipwise.records.kernels.convolution import Shape
 from clipwise.records.kernels.convolution_gram import Tile, convolution_gram_sq_norm
+from clipwise.records.kernels.convolution_tiles import Shape
 from clipwise.types import InputError
 from images import CUDA, DEVICE, INTERPRETED, Pair, images, kernel_runs
 

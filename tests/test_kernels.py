@@ -19,6 +19,7 @@ from clipwise.records.kernels import (
     convolution,
     convolution_dense,
     convolution_sq_norm,
+    convolution_tiles,
     convolution_total,
     gram,
     gram_sq_norm,
@@ -194,30 +195,33 @@ def test_there_are_few_tiles_to_try_and_each_is_legal() -> None:
         (256, 256, 8, 3),
         (64, 10, 7, 1),
     ]:
-        shape = convolution.Shape.of(
+        shape = convolution_tiles.Shape.of(
             *case(1, channels, (side, side), outputs, (kernel,) * 2, padding=(kernel // 2,) * 2)
         )
         for size in (2, 4):
-            tiles = convolution.candidates(shape, size)
+            tiles = convolution_tiles.candidates(shape, size)
             assert 1 <= len(tiles) <= 6
             for tile in tiles:
                 blocks = (tile.block_o, tile.block_c, tile.block_p)
                 assert all(block >= 16 and block & (block - 1) == 0 for block in blocks)
                 assert tile.block_o * tile.block_c // (32 * tile.warps) <= 128  # accumulators in one thread's registers
                 assert max(1, tile.stages) * (tile.block_o + tile.block_c) * tile.block_p * size <= 220 * 1024
-            for tile in convolution.total_candidates(shape, size):
+            for tile in convolution_tiles.total_candidates(shape, size):
                 assert 2 * tile.block_o * tile.block_c // (32 * tile.warps) <= 128  # two accumulators
                 assert tile.stages * (tile.block_o + tile.block_c) * tile.block_p * size <= 220 * 1024
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))
 def test_a_sum_is_split_into_no_more_parts_than_it_has_units(programs: int, units: int) -> None:
-    parts = convolution._parts(programs, units, 132)
+    parts = convolution_tiles._parts(programs, units, 132)
     assert 1 <= parts <= units
     assert parts == 1 or (parts - 1) * programs < 5 * 132  # more would only be more to write
 
 
-SMALL = [convolution.Tile(16, 16, 16, 4, 2, swapped=False), convolution.Tile(16, 32, 256, 4, 2, swapped=True)]
+SMALL = [
+    convolution_tiles.Tile(16, 16, 16, 4, 2, swapped=False),
+    convolution_tiles.Tile(16, 32, 256, 4, 2, swapped=True),
+]
 # Channels and columns that fill tiles and that do not, one tap per tile and several, all positions at once or not.
 KERNEL_CASES = {  # sample, channel, size, output; kernel, stride, padding, dilation, groups
     "several taps in a tile": (3, 16, (7, 9), 16, (3, 3), (1, 1), (1, 1)),
@@ -250,9 +254,9 @@ def on_device(arguments: Case) -> Case:
 def test_the_kernel_agrees_with_float64_for_every_tile(name: str, form: str) -> None:
     dtype, tolerance = FORMATS[form]
     arguments = on_device(case(*KERNEL_CASES[name], dtype=dtype))
-    shape, expected = convolution.Shape.of(*arguments), reference(*arguments)
-    for tile in SMALL if INTERPRETED else SMALL + convolution.candidates(shape, dtype.itemsize):
-        found = convolution.launch(*arguments[:2], shape, tile).double().cpu()
+    shape, expected = convolution_tiles.Shape.of(*arguments), reference(*arguments)
+    for tile in SMALL if INTERPRETED else SMALL + convolution_tiles.candidates(shape, dtype.itemsize):
+        found = convolution_tiles.launch(*arguments[:2], shape, tile).double().cpu()
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=0, msg=lambda text, t=tile: f"{t}: {text}")
 
 
@@ -264,25 +268,25 @@ def test_the_kernels_that_write_and_sum_agree_with_float64_for_every_tile(name: 
     dtype, tolerance = FORMATS[form]
     n, *rest = KERNEL_CASES[name]
     arguments = on_device(case(n * probes, *rest, dtype=dtype))
-    shape, v = convolution.Shape.of(*arguments, probes), written(*arguments, probes)
+    shape, v = convolution_tiles.Shape.of(*arguments, probes), written(*arguments, probes)
     weights = torch.linspace(-1, 2, len(v), dtype=torch.float64)
     norms = v.square().flatten(1).sum(1)
     sizes = v.flatten(1).norm(dim=1)
     total = torch.tensordot(weights, v, 1)
     close = tolerance * float((weights.abs() * sizes).max())
-    wide = convolution.candidates(shape, dtype.itemsize)[-1:]
-    for tile in SMALL if INTERPRETED else SMALL + wide + convolution.total_candidates(shape, dtype.itemsize):
+    wide = convolution_tiles.candidates(shape, dtype.itemsize)[-1:]
+    for tile in SMALL if INTERPRETED else SMALL + wide + convolution_tiles.total_candidates(shape, dtype.itemsize):
         told = lambda text, t=tile: f"{t}: {text}"
-        found = convolution.launch_dense(*arguments[:2], shape, tile).double().cpu()
+        found = convolution_tiles.launch_dense(*arguments[:2], shape, tile).double().cpu()
         found = found.reshape(len(v), v.shape[1], *v.shape[3:], v.shape[2]).permute(0, 1, 4, 2, 3)
         assert ((found - v).flatten(1).norm(dim=1) <= tolerance * sizes).all(), told("dense")
         if not INTERPRETED:  # rounded once: as the wide one would be, but where that lies between two numbers
-            narrow = convolution.launch_dense(*arguments[:2], shape, tile, dtype=torch.bfloat16)
-            wide_ = convolution.launch_dense(*arguments[:2], shape, tile)
+            narrow = convolution_tiles.launch_dense(*arguments[:2], shape, tile, dtype=torch.bfloat16)
+            wide_ = convolution_tiles.launch_dense(*arguments[:2], shape, tile)
             assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide_.bfloat16()), told("narrow")
-        found = convolution.launch(*arguments[:2], shape, tile).double().cpu()
+        found = convolution_tiles.launch(*arguments[:2], shape, tile).double().cpu()
         torch.testing.assert_close(found, norms, rtol=tolerance, atol=0, msg=told)
-        found = convolution.launch_total(*arguments[:2], weights.float().to(DEVICE), shape, tile).double().cpu()
+        found = convolution_tiles.launch_total(*arguments[:2], weights.float().to(DEVICE), shape, tile).double().cpu()
         found = found.reshape(v.shape[1], *v.shape[3:], v.shape[2]).permute(0, 3, 1, 2)
         torch.testing.assert_close(found, total, rtol=0, atol=close, msg=told)
 

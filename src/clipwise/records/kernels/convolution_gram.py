@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from clipwise.records import planner
-from clipwise.records.kernels.convolution import Ints, Shape, _check, exact
+from clipwise.records.kernels.convolution import _check, exact
+from clipwise.records.kernels.convolution_tiles import Ints, Shape
 from clipwise.records.kernels.gram import HALF, SLACK, added_up, aligned, finished, gram_tile, lost, tile_of
 from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
 from clipwise.types import InputError
