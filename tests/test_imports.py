@@ -16,8 +16,8 @@ import clipwise
 
 ROOT = Path(clipwise.__file__).parent
 ORDER = (
-    "types plain gpu_noise randomness data sampling records methods engine noise step postprocess accounting models "
-    "diagnostics advice report losses passes self_test private start training audit experiments config bench cli"
+    "types plain gpu_noise randomness data sampling records methods engine noise step postprocess accounting trained "
+    "models diagnostics advice report losses passes self_test private start training audit experiments config bench cli"
 ).split()
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 

@@ -7,7 +7,7 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,7 @@ from clipwise.records.tape import mapped
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
+from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
     Batch,
     Event,
@@ -135,7 +136,7 @@ class Private:
         self._tested: set[Modes] = set()  # the model's modes that were self-tested
         self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._warned_of_lost = False
-        self._warned_of = TRAINED.get(model)  # the other run's ledger: make_private has warned of it
+        self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
 
     @property
@@ -236,8 +237,7 @@ class Private:
         self._taken += 1
         self._hidden = following
         self._follow(method.next(released, units))
-        if TRAINED.get(self.model) is not self.ledger:
-            note_trained(self.model, self.ledger)
+        note_trained(self.model, self.ledger)
         here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
         past = (here, *self.state.past)[: method.past]
         made = self.post.apply(self.state.post, released.gradient, released.deviation)
@@ -435,7 +435,7 @@ class Private:
             )
 
     def _warn_of_others(self) -> None:
-        known = TRAINED.get(self.model)
+        known = trained_by(self.model)
         if known not in (self.ledger, self._warned_of) and trained_elsewhere(self.model, self.ledger.entries):
             self._warned_of = known
             warnings.warn(
@@ -470,27 +470,3 @@ def _guard(optimizer: Optimizer, private: Private) -> None:
     if optimizer in _GUARDS:
         _GUARDS[optimizer].remove()
     _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())
-
-
-# a model, or a module in it that was trained → the ledger of the last private run that did so
-TRAINED: WeakKeyDictionary[nn.Module, Ledger] = WeakKeyDictionary()
-
-
-def note_trained(model: nn.Module, ledger: Ledger) -> None:
-    """Remember whose releases a model and its parts are made of: they may be trained again, alone or in another."""
-    for module in model.modules():
-        if module is model or any(p.requires_grad for p in module.parameters(recurse=False)):
-            TRAINED[module] = ledger
-
-
-def forget_trained(model: nn.Module) -> None:
-    """Nothing of this model was trained before, or it is counted."""
-    for module in model.modules():
-        TRAINED.pop(module, None)
-
-
-def trained_elsewhere(model: nn.Module, counted: Iterable[tuple[Event, int]]) -> bool:
-    """Whether a private run trained this model, or a part of it, whose releases are not all among these."""
-    own = totals(counted)
-    known = {id(ledger): ledger for module in model.modules() if (ledger := TRAINED.get(module)) is not None}
-    return any(totals(ledger.entries) - own for ledger in known.values())

@@ -24,14 +24,15 @@ from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.dice import planned
 from clipwise.accounting.events import ACCOUNTANTS
-from clipwise.data import Arrays, RowDataset, as_dataset
+from clipwise.data import RowDataset, as_dataset
+from clipwise.data.copies import refuse_private, warn_of_copies
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
 from clipwise.passes import stacked
 from clipwise.plain import rounded_up
 from clipwise.postprocess import Post, identity
-from clipwise.private import Private, trained_elsewhere
+from clipwise.private import Private
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules
@@ -39,6 +40,7 @@ from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import restored
 from clipwise.records.tape import mapped, tensors
 from clipwise.step import check_weights
+from clipwise.trained import trained_elsewhere
 from clipwise.types import (
     Batch,
     Event,
@@ -51,8 +53,6 @@ from clipwise.types import (
     whole,
 )
 
-LOOKED_AT = 100_000  # rows at most, in which copies are looked for
-TELLING = 8  # different fractions in a row: two people do not have them all in common by chance
 CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
@@ -140,7 +140,7 @@ def make_private(
             f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
         )
     rate = batch / rows
-    _warn_of_copies(dataset)
+    warn_of_copies(dataset)
     if delta >= 1 / rows:
         warnings.warn(
             f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
@@ -153,7 +153,7 @@ def make_private(
             name = [part.name for part in phase.parts() if part.companions][-1]  # the innermost: not its schedule
             raise InputError(f"{name} needs public inputs, got none; write public=a tensor of them")
         if phase.companions and public is not None:
-            _refuse_private(public, dataset)
+            refuse_private(public, dataset)
         if phase.recall is not None and batch < rows:
             raise InputError(
                 f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
@@ -322,40 +322,6 @@ def _refuse_ranks(model: nn.Module) -> None:
         raise Refused(
             f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
         )
-
-
-def _warn_of_copies(data: RowDataset) -> None:
-    """Warn of rows that are others number for number, where that is no chance: samplers are refused, copies are not."""
-    known, copies = set[int](), 0
-    for some in torch.arange(min(LOOKED_AT, len(data))).split(CHUNK) if isinstance(data, Arrays) else ():
-        first = next(tensors(data.rows(some)))
-        if not first.is_floating_point() or first[0].numel() < TELLING:
-            return
-        for row in first.detach().float().flatten(1).cpu().numpy():
-            key = hash(row.tobytes())
-            copies += key in known and len({number for number in row.tolist() if number % 1}) >= TELLING
-            known.add(key)
-    if copies:
-        warnings.warn(
-            f"{copies} rows of the data are copies of others, number for number: if one person's are repeated, to "
-            "balance classes say, that person moves the sum by all of them, and ε is for one; in the place of copies, "
-            "write a factor in the loss",
-            stacklevel=4,
-        )
-
-
-def _refuse_private(public: Tensor, data: RowDataset) -> None:
-    """Refuse public inputs that are private ones: they go beside every other sample, and into the model's file."""
-    # one of a single number, such as a blank picture, is nobody's
-    known = {row.tobytes() for row in public.detach().cpu().flatten(1).numpy() if (row != row[:1]).any()}
-    for some in torch.arange(len(data)).split(CHUNK) if isinstance(data, Arrays) else ():
-        rows = next(tensors(data.rows(some))).to("cpu", public.dtype).flatten(1).numpy()
-        found = next((i for i, row in zip(some.tolist(), rows, strict=True) if row.tobytes() in known), None)
-        if found is not None:
-            raise Refused(
-                f"public inputs must be public, got the private sample {found} among them: it would be normalised with "
-                "other samples, and is kept with the model; give inputs of other data"
-            )
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:

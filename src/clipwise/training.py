@@ -26,12 +26,13 @@ from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import rounded_up
-from clipwise.private import Private, forget_trained, note_trained
+from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
 from clipwise.start import Privacy, make_private
+from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, nearest, whole
 
 

@@ -60,8 +60,8 @@ class Arrays(Dataset[Any]):
 
         So bytes can stay bytes until they are used. ``prepare`` must treat every row by itself, and the same way.
         """
-        _refuse_overlaps(_labelled(data))
-        columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in _labelled(data)}
+        _refuse_overlaps(labelled(data))
+        columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in labelled(data)}
         if not columns:
             raise InputError(
                 f"data must hold at least one tensor, got an empty {type(data).__name__}: write data=(x, y)"
@@ -107,7 +107,7 @@ class Arrays(Dataset[Any]):
         return Arrays(self._each(lambda column: column.to(device)), self._prepare)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return _rebuilt(self._stored, [change(column) for _, column in _labelled(self._stored)])
+        return _rebuilt(self._stored, [change(column) for _, column in labelled(self._stored)])
 
 
 class Samples:
@@ -240,7 +240,7 @@ def check_finite(name: str, values: Tensor) -> None:
         )
 
 
-def _labelled(data: Any) -> list[tuple[str, Any]]:
+def labelled(data: Any) -> list[tuple[str, Any]]:
     """The columns of the data, each with the index that a message names it by."""
     if isinstance(data, Mapping):
         return [(f"[{key!r}]", column) for key, column in data.items()]
