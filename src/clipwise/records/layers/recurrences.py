@@ -67,4 +67,6 @@ def _own_recurrence(m: Meeting, ahead: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def _or_written(tape: Tape, record: Outer, source: Source) -> Record:
-    return Dense(record.dense()) if tape.writes(record.form, source) else record
+    if not tape.writes(record.form, source):
+        return record
+    return Dense(record.written() if source.name is not None else record.dense())  # a Jacobian wants all digits
