@@ -16,9 +16,9 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.displacement import Own, cut
-from clipwise.records.kinds import Convolution, Dense, Geometry, wide, wide_format
+from clipwise.records.kinds import Convolution, Dense, Geometry, full_precision, wide, wide_format
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
+from clipwise.records.layers.meeting import Meeting, added_to, as_seen, identity, seen_format
 from clipwise.records.tape import Want
 
 

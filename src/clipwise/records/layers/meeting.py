@@ -146,11 +146,6 @@ def as_seen(x: Tensor, output: Tensor) -> Tensor:
     return x.to(output.dtype) if output.dtype in HALF else x
 
 
-def full_precision(like: Tensor) -> torch.autocast:
-    """Without autocast: a displacement is small beside what it moves, so it is computed in float32 and then cast."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
 def seen_format(x: Tensor) -> torch.dtype:
     """The format in which a product of x is computed and comes out."""
     kind = x.device.type

@@ -17,10 +17,10 @@ from torch import Tensor
 from clipwise.records.displacement import Own, cut
 from clipwise.records.kernels import positions_total
 from clipwise.records.kernels.gram import EVEN, HALF
-from clipwise.records.kinds import Dense, Outer, outer_form, wide, written_format
+from clipwise.records.kinds import Dense, Outer, full_precision, outer_form, wide, written_format
 from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, mixing, seen_format
+from clipwise.records.layers.meeting import Meeting, added_to, as_seen, identity, mixing, seen_format
 from clipwise.records.tape import Rows, Want, by_sample, by_unit, from_units
 from clipwise.types import Refused
 
