@@ -106,10 +106,15 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
 
     def keep(b: Tensor) -> Tensor:
         rows = by_sample(b, out_rows, n).reshape(n, -1, features)
-        several = rows.shape[1] > 1 and b.is_cuda and b.dtype in HALF
-        return positions_total(rows) if several else wide(rows).sum(1)
+        # a kernel passes no forward-mode derivative on
+        return positions_total(rows) if _added_by_kernel(rows) and not m.tape.dual else wide(rows).sum(1)
 
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
+
+
+def _added_by_kernel(rows: Tensor) -> bool:
+    """Whether a kernel adds up a bias's gradients [sample, position, feature]."""
+    return rows.is_cuda and rows.dtype in HALF and rows.shape[1] > 1
 
 
 def _product(
