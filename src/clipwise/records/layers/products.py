@@ -20,7 +20,7 @@ from clipwise.records.kernels.gram import EVEN, HALF
 from clipwise.records.kinds import Dense, Outer, full_precision, outer_form, wide, written_format
 from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, added_to, as_seen, identity, mixing, seen_format
+from clipwise.records.layers.meeting import Meeting, added_to, identity, mixing, seen_format
 from clipwise.records.tape import Rows, Want, by_sample, by_unit, from_units
 from clipwise.types import Refused
 
@@ -78,7 +78,7 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        a = by_sample(as_seen(cut(x), output), rows, n).reshape(n, 1, -1, x.shape[-1])
+        a = by_sample(cut(x), rows, n).reshape(n, 1, -1, x.shape[-1])
         positions, q = a.shape[2], features
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
         form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)  # else it is always written
