@@ -22,7 +22,7 @@ from clipwise.records import Capture, SampleGradients, displacement, from_dense,
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
-from clipwise.records.layers import convolutions
+from clipwise.records.layers import convolutions, products
 from clipwise.records.tape import tensors
 from clipwise.types import Gradient, InputError
 
@@ -556,6 +556,25 @@ def test_under_autocast_displacement_is_of_the_same_format() -> None:
         along = capture((x,))
         found = displaced(capture, (x,), along, RADIUS)
     assert off({k: t.double() for k, t in found.materialise().items()}, exact) < 5e-2
+
+
+def test_biases_gradients_added_by_a_kernel_keep_their_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3)), (torch.randn(SAMPLES, 4, 16),)
+
+    def narrow(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(*batch).float().square().sum((1, 2))
+
+    capture, calls = Capture(model, narrow), list[Tensor]()
+    plain = [capture(x), displaced(capture, x, capture(x), RADIUS), curvature(capture, x, capture(x))]
+    kernel = products.positions_total
+    monkeypatch.setattr(products, "_added_by_kernel", lambda rows: rows.dtype == torch.bfloat16)  # as on a GPU
+    monkeypatch.setattr(products, "positions_total", lambda rows: calls.append(rows) or kernel(rows))
+    found = [capture(x), displaced(capture, x, capture(x), RADIUS), curvature(capture, x, capture(x))]
+    assert len(calls) == 8  # two in each pass but the last
+    for one, other in zip(found, plain, strict=True):
+        assert off(one.materialise(), other.materialise()) < 1e-6
 
 
 @pytest.mark.parametrize(

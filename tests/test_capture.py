@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import CASES, SAMPLES, Raw, each, integers, loss, normal, off
-from clipwise.records import Capture, batch_size, oracle, per_sample
+from clipwise.records import Capture, batch_size, oracle, per_sample, trainable
+from clipwise.records import compiled as compiled_module
 from clipwise.types import InputError, Refused
 
 VARIED = [
@@ -291,6 +292,32 @@ def test_autocast_around_the_capture_is_the_same_as_in_the_loss() -> None:
         )
     expected = oracle.per_sample(model, cross_entropy, (x.float(), y))
     assert torch.allclose(outside.norms(), expected.norms(), rtol=0.05)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_around_a_whole_step_is_not_for_norms_and_sums(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(compiled_module, "ROUNDS_FIRST", "2")  # nothing is compiled
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    names, batch = tuple(trainable(model)), torch.randn(SAMPLES, 5, 40)
+    narrow = lambda model, batch: model(batch).float().square().mean((1, 2))
+    capture = compiled_module.CompiledCapture(model, narrow, SAMPLES, [names])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = capture(batch) if compiled else per_sample(model, narrow, batch)
+        norms = found.norms([names])
+        sums, inner = found.weighted_sum(1 / norms, [names]), found.inner(trainable(model))
+    written = {name: value.double() for name, value in found.materialise().items()}
+    expected = torch.cat([value.flatten(1) for value in written.values()], 1).norm(dim=1)
+    torch.testing.assert_close(norms[:, 0].double(), expected, rtol=1e-5, atol=0)
+    for name, value in written.items():
+        assert sums[name].dtype == torch.float32
+        expected = torch.tensordot(1 / norms[:, 0].double(), value, 1)
+        torch.testing.assert_close(sums[name].double(), expected, rtol=1e-5, atol=1e-6)
+    expected = torch.stack([(value * trainable(model)[name]).flatten(1).sum(1) for name, value in written.items()])
+    torch.testing.assert_close(inner.double(), expected.detach().sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_of_two_formats_keeps_float32_sums() -> None:

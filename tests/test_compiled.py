@@ -18,6 +18,7 @@ from clipwise.records import lean as lean_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.layers import products
 from clipwise.records.tape import tensors
+from clipwise.records.tf32 import halves
 from clipwise.step import Rule, private_sum
 from clipwise.types import InputError, Refused
 
@@ -373,6 +374,26 @@ def test_what_is_narrowed_of_the_forward_pass_alone_is_narrowed_there_and_nothin
     assert [name for name in order if name not in wanted] == [name for name in before if name not in wanted]
     for found, expected in zip(tensors(changed(x, weight)), tensors(function(x, weight)), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_what_is_rounded_for_tf32_is_rounded_in_the_forward_pass_unless_it_is_drawn() -> None:
+    def function(weight: Tensor, x: Tensor) -> Any:
+        a = (x @ weight).tanh()
+        losses = a.square().sum(1)
+        b = 2 * a * torch.ones_like(losses.sum())
+        one, other, scale = halves(a, b)  # with constants of its own
+        return scale, losses.detach(), one, other, weight.half(), (a + torch.rand(5, 4)).half()
+
+    weight, x = torch.randn(6, 4), torch.randn(5, 6)
+    graph = lean_module.narrowed_early(make_fx(function, tracing_mode="fake")(weight, x))
+    graph.graph.lint()
+    nodes = list(graph.graph.nodes)
+    assert [node.op for node in nodes[:3]] == ["placeholder", "placeholder", "call_function"]
+    _, losses, one, other, cast, drawn = (nodes.index(lean_module._named(n)) for n in nodes[-1].args[0])
+    assert cast < one < losses < min(other, drawn)
+    for seed in (0, 1):
+        found, expected = (torch.manual_seed(seed) and run(weight, x) for run in (graph, function))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_a_graph_without_losses_stays_as_it_is() -> None:

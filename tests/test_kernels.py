@@ -5,8 +5,10 @@ has Triton when TRITON_INTERPRET=1 is set.
 Gives: agreement to the format's rounding, and never a norm that is too small by more.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -583,6 +585,20 @@ def test_positions_are_added_up_for_each_sample_also_where_rows_have_gaps(gap: i
     torch.testing.assert_close(_totals(rows, None).double().cpu(), expected, rtol=0, atol=1e-5)
     if not INTERPRETED:
         assert torch.equal(positions_total(rows), _totals(rows, None))
+
+
+@pytest.mark.parametrize("shape", [(70_000, 2, 3), (1, 4, 40_000_000)])
+def test_as_many_programs_are_started_as_a_gpu_takes(shape: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **__: grids.append(grid)
+
+    monkeypatch.setattr(written_kernel, "_total_kernel", Kernel())
+    written_kernel.launch_total(torch.empty(shape, dtype=torch.half, device="meta"), None)
+    ((first, *others),) = grids
+    assert first >= shape[0] and first < 2**31 and all(size <= 65_535 for size in others)
 
 
 def _totals(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

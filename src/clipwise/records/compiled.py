@@ -25,7 +25,7 @@ from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced
 from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, soon
 from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.kinds import Record, summed, widened
+from clipwise.records.kinds import Record, full_precision, summed, widened
 from clipwise.records.lean import lean
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import allowed
@@ -144,7 +144,8 @@ class _Graphs:
         graph = traced(model, loss, own, first, eager.plan(batch, self.parameters))
         values = {name: p.detach() for name, p in self.parameters.items()}
         if "backend" not in options:  # only torch's own compiler takes normalisations apart
-            graph = lean(graph, values, own)
+            with full_precision(expected):  # traced again, with the casts that it has
+                graph = lean(graph, values, own)
         forward = _ready(graph, (values, own), options)
         norms, _, flat = forward(values, batch)
 
@@ -388,7 +389,8 @@ def _refuse_early_norms(graph: Any) -> None:
 
 def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        with torch.no_grad():  # the graph holds its own backward pass
+        # the graph holds its own backward pass, and the casts that it was traced with
+        with torch.no_grad(), full_precision(next(tensors(arguments))):
             return function(*arguments)
 
     return run

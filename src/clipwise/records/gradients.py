@@ -7,14 +7,14 @@ Gives: scaling, sums, units, norms, inner products and weighted sums, without wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipwise.records.kinds import Dense, Record, beside, cross, joined, sq_norms, totals, wide
+from clipwise.records.kinds import Dense, Record, beside, cross, full_precision, joined, sq_norms, totals, wide
 from clipwise.records.planner import Form
 from clipwise.records.tape import Site
 from clipwise.records.timing import timed
@@ -108,9 +108,10 @@ class SampleGradients:
 
     def norms(self, groups: Groups | None = None) -> Tensor:
         """‖v_i‖ over all parameters, [sample]; or over each group's, [sample, group]."""
-        if groups is None:
-            return self._sq_norms(self.names).sqrt()
-        return torch.stack([self._sq_norms(group) for group in groups], 1).sqrt()
+        with self._precisely():
+            if groups is None:
+                return self._sq_norms(self.names).sqrt()
+            return torch.stack([self._sq_norms(group) for group in groups], 1).sqrt()
 
     def weighed(self, rule: FromNorms, groups: Groups) -> Weighed:
         """The norms, and what a rule makes of them."""
@@ -121,23 +122,25 @@ class SampleGradients:
 
     def inner(self, direction: Gradient) -> Tensor:
         """⟨v_i, u⟩ for a direction with a tensor for each parameter. [sample]."""
-        parts = [r.inner(direction[name]) for name, records in self.records.items() for r in records]
+        with self._precisely():
+            parts = [r.inner(direction[name]) for name, records in self.records.items() for r in records]
         return torch.stack(parts).sum(0) if parts else self._zeros()
 
     def weighted_sum(self, weights: Tensor, groups: Groups | None = None) -> Gradient:
         """Σ_i w_i v_i for weights [sample], or [sample, group] where each group has its own."""
-        sums: Gradient = {}
         columns = [(self.names, weights)] if groups is None else [(g, weights[:, k]) for k, g in enumerate(groups)]
-        for names, column in columns:
-            together = self._together(names, column)
-            own = {name: self._own(name) for name in names if name not in together}
-            found = iter(totals([record for records in own.values() for record in records], column))
-            for name in names:
-                parts = [together[name]] if name in together else [next(found) for _ in own[name]]
-                if not parts:
-                    parts = [torch.zeros_like(self.like[name], dtype=self._dtype)]
-                sums[name] = sum(parts[1:], parts[0])
-        return sums
+        with self._precisely():
+            return {name: value for names, column in columns for name, value in self._sums(names, column)}
+
+    def _sums(self, names: Sequence[str], weights: Tensor) -> Iterator[tuple[str, Tensor]]:
+        together = self._together(names, weights)
+        own = {name: self._own(name) for name in names if name not in together}
+        found = iter(totals([record for records in own.values() for record in records], weights))
+        for name in names:
+            parts = [together[name]] if name in together else [next(found) for _ in own[name]]
+            if not parts:
+                parts = [torch.zeros_like(self.like[name], dtype=self._dtype)]
+            yield name, sum(parts[1:], parts[0])
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:
         """On a GPU, the sums of all parameters that are too small for a launch each, by one product."""
@@ -203,6 +206,10 @@ class SampleGradients:
         """A parameter's records as norms and sums take them."""
         records = self.records.get(name, ())
         return records if len(records) < 2 else tuple(beside(record) for record in records)
+
+    def _precisely(self) -> torch.autocast:
+        """Norms and sums are of the gradients as they are, whatever the caller lets his model compute in."""
+        return full_precision(next(iter(self.like.values())))
 
     def _with(self, records: Mapping[str, tuple[Record, ...]]) -> SampleGradients:
         return SampleGradients(records, self.like, self.samples, self.losses, self.sites)

@@ -86,7 +86,7 @@ def without_repeats(graph: Any) -> Any:
         operator_ = isinstance(node.target, torch._ops.OpOverload)
         if not operator_ and node.target is not operator.getitem:
             continue
-        if operator_ and torch.Tag.nondeterministic_seeded in node.target.tags:
+        if _drawn(node):
             continue
         if node.target in NAMES:
             same, worth = node.args[0], True
@@ -161,20 +161,25 @@ def narrowed_early(graph: Any) -> Any:
         return graph
     # where a node stands: what is put behind another comes before all that was put there earlier
     place: dict[Any, tuple[int, ...]] = {node: (i,) for i, node in enumerate(nodes)}
-    losses = _named(results[1])
-    end = place[losses]
+    end = place[_named(results[1])]
+    given = [node for node in nodes if node.op == "placeholder"][-1:]  # constants, too, come after all arguments
     forward: set[Any] = set()  # computed without the losses
     for node in nodes:
-        if place[node] < end or (place[node] > end and forward.issuperset(node.all_input_nodes or [losses])):
+        if place[node] < end or (place[node] > end and forward.issuperset(node.all_input_nodes) and not _drawn(node)):
             forward.add(node)
     narrow = [n for n in graph.graph.output_node().all_input_nodes if _dtype(n) in HALF and n in forward]
     wanted = {node for node in _ancestors(narrow) if place[node] > end}
     for count, node in enumerate(node for node in nodes if node in wanted):
-        last = max(node.all_input_nodes, key=lambda given: place[given])
+        last = max([*given, *node.all_input_nodes], key=lambda other: place[other])
         last.append(node)
         place[node] = (*place[last], -count - 1)
     graph.recompile()
     return graph
+
+
+def _drawn(node: Any) -> bool:
+    """Whether a node draws random numbers: their order is a part of the result."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _dtype(node: Any) -> torch.dtype | None:

@@ -49,7 +49,7 @@ def _twin_outer(a: Tensor, b: Tensor) -> Tensor:
 def _twin_total(rows: Tensor, weights: Tensor | None) -> Tensor:
     # a few numbers at a time, of all rows
     step = max(1, planner.CUDA_STREAM_FLOATS // max(1, rows.shape[0] * rows.shape[1]))
-    parts = [some.float() for some in rows.split(step, 2)]
+    parts = (some.float() for some in rows.split(step, 2))
     if weights is None:
         return torch.cat([some.sum(1) for some in parts], 1)
     return torch.cat([torch.einsum("ij,ijk->ik", weights, some) for some in parts], 1)
@@ -92,7 +92,7 @@ def launch_total(rows: Tensor, weights: Tensor | None) -> Tensor:
     each = -(-tiles // parts) * (TILE // block)
     out = torch.empty(batch, parts, size, dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
-        _total_kernel[(across, parts, batch)](
+        _total_kernel[(across * batch, parts)](  # only the first may be large
             rows, rows if weights is None else weights, out, count, size, each, rows.stride(0), rows.stride(1),
             weighted=weights is not None, rows_each=TILE // block, block=block, num_warps=4,
         )  # fmt: skip
@@ -105,8 +105,8 @@ def _total_kernel(  # type: ignore[no-untyped-def]
     weighted: constexpr, rows_each: constexpr, block: constexpr,
 ):  # fmt: skip
     """One program: some numbers of a row, and their sum over some of the rows."""
-    number = tl.program_id(0) * block + tl.arange(0, block)
-    part, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    across, part = tl.cdiv(size, block), tl.program_id(1)
+    number, batch = tl.program_id(0) % across * block + tl.arange(0, block), (tl.program_id(0) // across).to(tl.int64)
     row = part * each + tl.arange(0, rows_each)
     last = tl.minimum(part * each + each, count)
     rows += batch * batch_step

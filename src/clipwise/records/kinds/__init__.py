@@ -13,7 +13,7 @@ from clipwise.records.kinds.dense import PIECE, Dense
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
-from clipwise.records.kinds.record import Record, wide, wide_format, written_format
+from clipwise.records.kinds.record import Record, full_precision, wide, wide_format, written_format
 from clipwise.records.kinds.sums import beside, cross, joined, sq_norms, summed, totals, widened
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Record",
     "beside",
     "cross",
+    "full_precision",
     "joined",
     "outer_form",
     "sq_norms",

@@ -61,6 +61,11 @@ def wide_format(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
+def full_precision(like: Tensor) -> torch.autocast:
+    """Without autocast: for norms and sums, and for a displacement, which is small beside what it moves."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def written_format(factors: torch.dtype, *, cuda: bool) -> torch.dtype:
     """The format of a gradient that is written out to be kept, as its norm and its sum read it.
 

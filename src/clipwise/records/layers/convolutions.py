@@ -16,9 +16,9 @@ from torch import Tensor
 
 from clipwise.records import planner
 from clipwise.records.displacement import Own, cut
-from clipwise.records.kinds import Convolution, Dense, Geometry, wide, wide_format
+from clipwise.records.kinds import Convolution, Dense, Geometry, full_precision, wide, wide_format
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, seen_format
+from clipwise.records.layers.meeting import Meeting, added_to, identity, seen_format
 from clipwise.records.tape import Want
 
 
@@ -242,7 +242,7 @@ def _convolved(
     m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, output: Tensor, *, transposed: bool
 ) -> Tensor:
     n, factor, source = m.samples, m.out.factor, m.source(weight)
-    x = as_seen(cut(x), output)
+    x = cut(x)
     wants, saved = list[Want | None](), list[Tensor]()
     if source is not None:
 

@@ -141,16 +141,6 @@ def identity(b: Tensor, *_: Tensor) -> Tensor:
     return b
 
 
-def as_seen(x: Tensor, output: Tensor) -> Tensor:
-    """The input in the format that the product saw: under autocast it was narrowed first, and so is its gradient's."""
-    return x.to(output.dtype) if output.dtype in HALF else x
-
-
-def full_precision(like: Tensor) -> torch.autocast:
-    """Without autocast: a displacement is small beside what it moves, so it is computed in float32 and then cast."""
-    return torch.autocast(like.device.type, enabled=False)
-
-
 def seen_format(x: Tensor) -> torch.dtype:
     """The format in which a product of x is computed and comes out."""
     kind = x.device.type

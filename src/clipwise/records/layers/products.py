@@ -17,10 +17,10 @@ from torch import Tensor
 from clipwise.records.displacement import Own, cut
 from clipwise.records.kernels import positions_total
 from clipwise.records.kernels.gram import EVEN, HALF
-from clipwise.records.kinds import Dense, Outer, outer_form, wide, written_format
+from clipwise.records.kinds import Dense, Outer, full_precision, outer_form, wide, written_format
 from clipwise.records.kinds.outer import by_kernel
 from clipwise.records.layers.fallback import by_vmap
-from clipwise.records.layers.meeting import Meeting, added_to, as_seen, full_precision, identity, mixing, seen_format
+from clipwise.records.layers.meeting import Meeting, added_to, identity, mixing, seen_format
 from clipwise.records.tape import Rows, Want, by_sample, by_unit, from_units
 from clipwise.types import Refused
 
@@ -78,7 +78,7 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
     if source is not None:
         if rows is None:
             raise Refused(mixing(m.call.label))
-        a = by_sample(as_seen(cut(x), output), rows, n).reshape(n, 1, -1, x.shape[-1])
+        a = by_sample(cut(x), rows, n).reshape(n, 1, -1, x.shape[-1])
         positions, q = a.shape[2], features
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
         form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)  # else it is always written
@@ -106,10 +106,15 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
 
     def keep(b: Tensor) -> Tensor:
         rows = by_sample(b, out_rows, n).reshape(n, -1, features)
-        several = rows.shape[1] > 1 and b.is_cuda and b.dtype in HALF
-        return positions_total(rows) if several else wide(rows).sum(1)
+        # a kernel passes no forward-mode derivative on
+        return positions_total(rows) if _added_by_kernel(rows) and not m.tape.dual else wide(rows).sum(1)
 
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
+
+
+def _added_by_kernel(rows: Tensor) -> bool:
+    """Whether a kernel adds up a bias's gradients [sample, position, feature]."""
+    return rows.is_cuda and rows.dtype in HALF and rows.shape[1] > 1
 
 
 def _product(
