@@ -103,9 +103,10 @@ def answer(found: Sequence[Row]) -> list[str]:
     least, most = order[0], order[-1]
     first, last = ([row for row in order if _whole(bias(row)) == _whole(bias(end))] for end in (least, most))
     if first == order:
+        there = "There" if len(shared) > 1 else "Over their own runs there"
         said = [
-            f"There is no difference in bias between {_and(order)}: {_whole(bias(least))} of the clipped mean gradient "
-            "points away from the true one."
+            f"{there} is no difference in bias between {_and(order)}: {_whole(bias(least))} of the clipped mean "
+            "gradient points away from the true one."
         ]
     else:
         near = [row for row in order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
