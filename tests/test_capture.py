@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -281,6 +282,31 @@ def test_under_autocast_gradients_are_close_to_float32_and_kept_in_it(name: str)
     assert (found.norms() - expected.norms()).abs().max() <= 0.05 * expected.norms().max()
     values = [found.norms(), *found.weighted_sum(torch.ones(SAMPLES)).values(), *found.materialise().values()]
     assert all(v.dtype == torch.float32 for v in values)
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(6, 5), lambda: nn.Conv1d(3, 4, 2)])
+def test_under_autocast_a_layers_wide_input_is_not_kept_beside_the_narrow_one(layer: Callable[[], nn.Module]) -> None:
+    made: list[StorageWeakRef] = []
+    kept: list[bool] = []
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = 2 * x
+            made.append(StorageWeakRef(wide.untyped_storage()))
+            return self.layer(wide)
+
+    def narrow(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x).float()
+        kept.append(not made[-1].expired())
+        return out.square().sum((1, 2))
+
+    per_sample(Doubled(), narrow, torch.randn(4, 3, 6))
+    assert kept and not any(kept)
 
 
 def test_autocast_around_the_capture_is_the_same_as_in_the_loss() -> None:

@@ -102,12 +102,12 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
             size = (*output.shape[:-1], q + spare)
             wants.append(Want(source, size, output.dtype, identity, functools.partial(record, a), spare))
         m.tape.site([source], m.call.label, form)
-    out_rows = m.out
+    out_rows, dual = m.out, m.tape.dual  # not m: kept until the backward pass, it would keep the call's arguments
 
     def keep(b: Tensor) -> Tensor:
         rows = by_sample(b, out_rows, n).reshape(n, -1, features)
         # a kernel passes no forward-mode derivative on
-        return positions_total(rows) if _added_by_kernel(rows) and not m.tape.dual else wide(rows).sum(1)
+        return positions_total(rows) if _added_by_kernel(rows) and not dual else wide(rows).sum(1)
 
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, out_rows, keep)])
 
