@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +138,7 @@ class Outer:
         """The same from rounded factors."""
         one, other, scale = halves(self.a, self.b)
         ready = Outer(one, other, self.shape, self.spare).padded()
-        return Halved(ready.a, ready.b, scale, partial(Outer, shape=self.shape, spare=ready.spare))
+        return Halved(ready.a, ready.b, scale, functools.partial(Outer, shape=self.shape, spare=ready.spare))
 
     def padded(self) -> Outer:
         """The same with rows that a kernel can read, where it may: to be kept like that, for norm and sum alike."""
