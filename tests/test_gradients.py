@@ -216,6 +216,22 @@ def test_a_gradient_is_written_only_where_it_takes_no_more_memory_than_its_recor
         assert planner.choose(*sizes, cuda=True, kernel=True, formats=formats).name == form
 
 
+@pytest.mark.parametrize("spare", [(0, 0), (0, 5), (3, 0)])
+def test_features_to_spare_are_no_part_of_a_written_gradient(
+    spare: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds.outer, "written_format", lambda factors, *, cuda: factors)  # as on a GPU
+    a, b = (F.pad(torch.randn(2, 1, 9, 8), (0, more)).bfloat16() for more in spare)
+    record = Outer(a, b, torch.Size([8, 8]), spare)
+    exact = (b.double().mT @ a.double())[:, 0, :8, :8]
+    found = record.written()
+    assert found.shape == (2, 8, 8)
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-7, atol=1e-6)
+    kept = Dense(found)
+    torch.testing.assert_close(kept.sq_norm().double(), found.double().square().sum((1, 2)))
+    torch.testing.assert_close(kept.total(torch.ones(2)).double(), found.double().sum(0), rtol=1e-6, atol=1e-6)
+
+
 def test_the_norm_of_a_large_written_gradient_is_a_few_operations_in_a_graph() -> None:
     value = torch.randn(2, 100 * kinds.PIECE + 7)
     graph = make_fx(lambda v: Dense(v).sq_norm())(value)

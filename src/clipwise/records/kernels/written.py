@@ -15,7 +15,9 @@ from clipwise.records.kernels.tiles import constexpr, jit, power, tl, triton
 
 TILE = 4096  # numbers that a program reads at once, of as many rows as that makes
 NARROW, WIDE = 32, 512  # of each row
-PROGRAMS = 1056  # eight for each processor of a large device: what is read must be under way before it is needed
+LONG, FEW = 1024, 8  # of rows with weights: eight numbers for each thread, which adds up the rows alone
+PROCESSORS = 132  # of a large device
+PROGRAMS = 8 * PROCESSORS  # what is read must be under way before it is needed
 
 
 def outer_dense(a: Tensor, b: Tensor) -> Tensor:
@@ -29,9 +31,10 @@ def outer_dense(a: Tensor, b: Tensor) -> Tensor:
 def rows_total(rows: Tensor, weights: Tensor) -> Tensor:
     """Σ_i w_i v_i of rows [sample, number], accumulated in float32: no weight is rounded to their format. [number].
 
+    Rows may have gaps between them.
     Guarantees: no atomics, so that the same input gives the same bits. Edge cases: no samples give zeros.
     """
-    return _total(rows[None].contiguous(), weights.float()[None].contiguous())[0]
+    return _total(rows[None], weights.float()[None].contiguous())[0]
 
 
 def positions_total(rows: Tensor) -> Tensor:
@@ -83,20 +86,27 @@ def launch_total(rows: Tensor, weights: Tensor | None) -> Tensor:
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     batch, count, size = rows.shape
-    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # else a tile would have more rows than there are
-    block = WIDE
-    while block > least and batch * -(-size // block) < PROGRAMS:
-        block //= 2
-    across, tiles = -(-size // block), -(-count // (TILE // block))
-    parts = max(1, min(tiles, PROGRAMS // (across * batch)))  # of the rows, each with a sum of its own
-    each = -(-tiles // parts) * (TILE // block)
+    block, rows_each = (LONG, FEW) if weights is not None else _short(batch, count, size)
+    across, tiles = -(-size // block), -(-count // rows_each)
+    parts = max(1, min(tiles, PROCESSORS // (across * batch)))  # of the rows, each with a sum of its own
+    each = -(-tiles // parts) * rows_each
+    warps = 8 if weights is None and across * batch * parts < PROGRAMS * 2 // 3 else 4
     out = torch.empty(batch, parts, size, dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
         _total_kernel[(across * batch, parts)](  # only the first may be large
             rows, rows if weights is None else weights, out, count, size, each, rows.stride(0), rows.stride(1),
-            weighted=weights is not None, rows_each=TILE // block, block=block, num_warps=4,
+            weighted=weights is not None, rows_each=rows_each, block=block, num_warps=warps,
         )  # fmt: skip
     return out.sum(1) if parts > 1 else out[:, 0]
+
+
+def _short(batch: int, count: int, size: int) -> tuple[int, int]:
+    """How many numbers, and of how many rows, a program reads at once where there are many rows."""
+    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # else a tile would have more rows than there are
+    block = WIDE
+    while block > least and batch * -(-size // block) < PROGRAMS:
+        block //= 2
+    return block, TILE // block
 
 
 @jit
