@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels.tiles import triton
+from clipwise.jit import triton
 
 Pair = tuple[int, int]
 

@@ -10,8 +10,7 @@ import importlib.util
 import itertools
 import math
 import os
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +19,10 @@ from torch import Tensor
 
 from clipwise import gpu_noise, randomness
 from clipwise.gpu_noise import keystream, noisy_all
+from clipwise.jit import constexpr, jit, tl
 from clipwise.noise import release
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
-
-if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 KEY, NONCE = bytes(range(32)), 7  # the key of RFC 8439's test vectors
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -128,7 +125,8 @@ def test_the_kernel_s_normals_are_the_twin_s(device: str, size: int, dtype: torc
     torch.testing.assert_close(draw(device, size, dtype), expected, rtol=1e-14, atol=1e-14)
 
 
-def _write_draws(out: tl.tensor, words: tl.tensor, threads: tl.constexpr) -> None:
+@jit
+def _write_draws(out: tl.tensor, words: tl.tensor, threads: constexpr) -> None:
     """Kernel: one draw from each row of five words."""
     i = tl.program_id(0) * threads + tl.arange(0, threads)
     row = words + 5 * i
@@ -141,18 +139,13 @@ def _write_draws(out: tl.tensor, words: tl.tensor, threads: tl.constexpr) -> Non
 
 def draws_of(rows: list[tuple[int, int, int]], device: str) -> Tensor:
     """The kernel's draws of chosen numbers, not the cipher's: 64 bits of a radius, 32 more, an angle. [row, 2]."""
-    global tl
-    gpu_noise._kernels()
-    import triton
-    import triton.language as tl
-
     threads = gpu_noise._THREADS
     programs = -(-len(rows) // threads)
     words = torch.zeros(programs * threads, 5, dtype=torch.int64)
     low = 0xFFFFFFFF
     words[: len(rows)] = torch.tensor([[u & low, u >> 32, more, t & low, t >> 32] for u, more, t in rows])
     out = torch.empty(programs * threads, 2, dtype=torch.float64, device=device)
-    triton.jit(_write_draws)[(programs,)](out, words.to(device), threads)
+    _write_draws[(programs,)](out, words.to(device), threads)
     return out[: len(rows)].cpu()
 
 
@@ -401,8 +394,7 @@ def test_a_cuda_graph_which_would_repeat_its_noise_is_refused() -> None:
 
 
 def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(gpu_noise, "_kernels", gpu_noise._kernels.__wrapped__)
+    monkeypatch.setattr(gpu_noise, "triton", None)
     with pytest.raises(InputError, match="pip install triton"):
         noisy(torch.zeros(3), 1.0, KEY, NONCE)
 
@@ -573,7 +565,6 @@ LONG = torch.zeros(1, dtype=torch.float64)
     ],
 )
 def test_bad_input_is_an_input_error(wrong: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_noise, "_kernels", lambda: (None, None))
     given = {"values": [torch.zeros(3), torch.zeros(2)], "scales": [1.0, 2.0], "key": KEY, "nonce": NONCE}
     with pytest.raises(InputError, match=message):
         noisy_all(**{**given, **wrong})

@@ -16,15 +16,13 @@ import functools
 import itertools
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from clipwise.jit import constexpr, jit, tl, triton
 from clipwise.types import InputError, Refused, positive, whole
-
-if TYPE_CHECKING:
-    import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _THREADS = 128  # ChaCha20 blocks per program, one per thread; the numbers do not depend on it
 
@@ -75,7 +73,7 @@ def noisy_all(
             address += size * width
     if rows:
         table = struct.pack("<" + "qqqqdd" * (len(rows) // 6), *rows)
-        _launch(_kernels()[0], firsts[-1] * _THREADS, key, nonce, room, given[0], len(rows) // 6, more=table)
+        _launch(_add_noise, firsts[-1] * _THREADS, key, nonce, room, given[0], len(rows) // 6, more=table)
     return out
 
 
@@ -104,7 +102,7 @@ def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def keystream(key: bytes, nonce: int, blocks: int, device: torch.device | str) -> Tensor:
     """The words that ``noisy_all`` reads, for test vectors. int32 [block, 16]."""
     out = torch.empty(blocks, 16, dtype=torch.int32, device=device)
-    _launch(_kernels()[1], blocks, key, nonce, out)
+    _launch(_write_words, blocks, key, nonce, out)
     return out
 
 
@@ -114,6 +112,8 @@ def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, out: Tensor, *argu
         raise InputError(f"ChaCha20 needs a key of 32 bytes and a nonce below 2⁹⁶, got {len(key)} bytes and {nonce}")
     if out.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Refused("a CUDA graph would add the same noise at every replay: add noise outside the graph")
+    if triton is None:
+        raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton")
     if not blocks:
         return
     # The state of RFC 8439 §2.3 with counter 0. Scales stand in ``more``: numbers passed to a kernel may be rounded to
@@ -125,29 +125,15 @@ def _launch(kernel: Any, blocks: int, key: bytes, nonce: int, out: Tensor, *argu
     inputs.zero_()  # freed memory is handed on as it is
 
 
-@functools.cache
-def _kernels() -> tuple[Any, Any]:
-    """Both kernels. Triton is imported here, because a machine without CUDA has none."""
-    global tl, _word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _two_draws, _one_draw, _add
-    try:
-        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        import triton.language as tl
-    except ImportError as error:
-        raise InputError("noise on a CUDA device needs Triton, which is not installed: pip install triton") from error
-    for function in (_word, _quarter, _block, _pair, _minus_log, _root, _flip, _turn, _two_draws, _one_draw, _add):
-        globals()[function.__name__] = triton.jit(function)
-    # else numbers divisible by 16 are compiled once more
-    every_count, every_size = (triton.jit(do_not_specialize=names) for names in (["tensors", "blocks"], ["blocks"]))
-    return every_count(_add_noise), every_size(_write_words)
-
-
+# else numbers divisible by 16 are compiled once more
+@jit(do_not_specialize=["tensors", "blocks"])  # type: ignore[untyped-decorator]
 def _add_noise(
     out: tl.tensor,
     value: tl.tensor,
     tensors: tl.tensor,
     inputs: tl.tensor,
     blocks: tl.tensor,
-    threads: tl.constexpr,
+    threads: constexpr,
 ) -> None:
     """Kernel: out = (value + scale · z)/divisor, for every tensor of the table behind the state.
 
@@ -176,12 +162,13 @@ def _add_noise(
         z = _two_draws(words, 0) + _two_draws(words, 8)
     else:
         blocks = (size + 5) // 6
-        z = _one_draw(words, 0) + _one_draw(words, 5) + _one_draw(words, 10)  # type: ignore[assignment]
+        z = _one_draw(words, 0) + _one_draw(words, 5) + _one_draw(words, 10)
     for i in tl.static_range(len(z)):
         _add(given, into, own + i * blocks, scale * z[i], factor, (own < blocks) & (own + i * blocks < size))
 
 
-def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: tl.constexpr) -> None:
+@jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
+def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: constexpr) -> None:
     """Kernel: the keystream, block after block."""
     b = tl.program_id(0).to(tl.int64) * threads + tl.arange(0, threads)
     words = _block(inputs.to(tl.pointer_type(tl.int32)), b.to(tl.uint32))
@@ -189,13 +176,15 @@ def _write_words(out: tl.tensor, inputs: tl.tensor, blocks: tl.tensor, threads: 
         tl.store(out + b * 16 + i, words[i].to(tl.int32, bitcast=True), mask=b < blocks)
 
 
+@jit
 def _add(value: tl.tensor, out: tl.tensor, at: tl.tensor, noise: tl.tensor, factor: tl.tensor, mask: tl.tensor) -> None:
     """Add noise to the numbers at these places and multiply by the factor, in float64."""
     total = (tl.load(value + at, mask=mask).to(tl.float64) + noise) * factor
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
-def _two_draws(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+@jit
+def _two_draws(words: tl.tuple, i: constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Two normals from eight words: (z + z′)/√2 with the cosines, and with the sines, of two pairs."""
     first = _root(_minus_log(_pair(words[i], words[i + 1]), 0.0))  # r/√2
     second = _root(_minus_log(_pair(words[i + 2], words[i + 3]), 0.0))
@@ -204,13 +193,15 @@ def _two_draws(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     return first * cosine + second * other_cosine, first * sine + second * other_sine
 
 
-def _one_draw(words: tl.tuple, i: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+@jit
+def _one_draw(words: tl.tuple, i: constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Two normals from five words: r cos θ and r sin θ, r of 96 bits."""
     radius = _root(2.0 * _minus_log(_pair(words[i], words[i + 1]), words[i + 2].to(tl.float64)))
     cosine, sine = _turn(_pair(words[i + 3], words[i + 4]))
     return radius * cosine, radius * sine
 
 
+@jit
 def _minus_log(word: tl.tensor, more: tl.tensor) -> tl.tensor:
     """−ln u for u = (word + (more + ½) 2⁻³²) 2⁻⁶⁴, without the library's branches for arguments that do not occur."""
     v = tl.fma(more + 0.5, 2.0**-32, word.to(tl.float64))  # 2⁶⁴ u: never 0
@@ -232,6 +223,7 @@ def _minus_log(word: tl.tensor, more: tl.tensor) -> tl.tensor:
     return tl.fma(s, p, 0.6931471805599453 * (64 - k).to(tl.float64))
 
 
+@jit
 def _root(x: tl.tensor) -> tl.tensor:
     """√x for x = 0 or 2⁻⁵³ ≤ x < 135, where float32's approximate inverse is in range: 22 bits, tripled by one step."""
     inverse = tl.rsqrt(x.to(tl.float32) + 1e-30).to(tl.float64)  # finite for 0, and else the sum is x
@@ -240,6 +232,7 @@ def _root(x: tl.tensor) -> tl.tensor:
     return y + y * (e * (0.5 + 0.375 * e))
 
 
+@jit
 def _turn(word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Cosine and sine of t turns, t the low 53 bits over 2⁵³, without the library's branches and tables."""
     # The highest of the 53 bits is the half turn, which flips both signs; the other 52 are the digits of a number in
@@ -257,16 +250,19 @@ def _turn(word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     return _flip(h * p, sign), _flip(tl.fma(h, h, -0.25) * q, sign)
 
 
+@jit
 def _flip(x: tl.tensor, sign: tl.tensor) -> tl.tensor:
     """x or −x, by its highest bit."""
     return (x.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True)
 
 
+@jit
 def _pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """Two words of the cipher as one of 64 bits."""
     return high.to(tl.uint64) << 32 | low
 
 
+@jit
 def _block(state: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, ...]:
     """The block function of RFC 8439 §2.3 for every counter: 16 vectors of words."""
     x0, x1, x2, x3 = _word(state, 0), _word(state, 1), _word(state, 2), _word(state, 3)
@@ -302,6 +298,7 @@ def _block(state: tl.tensor, counter: tl.tensor) -> tuple[tl.tensor, ...]:
     )
 
 
+@jit
 def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl.tensor, ...]:
     """The quarter round of RFC 8439 §2.1 on 32-bit words."""
     a += b
@@ -319,6 +316,7 @@ def _quarter(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor) -> tuple[tl
     return a, b, c, d
 
 
-def _word(state: tl.tensor, i: tl.constexpr) -> tl.tensor:
+@jit
+def _word(state: tl.tensor, i: constexpr) -> tl.tensor:
     """Word i of the state, one for all threads."""
     return tl.load(state + i).to(tl.uint32, bitcast=True)

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from clipwise.jit import triton
 from clipwise.records import planner
 from clipwise.records.kernels.convolution_tiles import (
     Ints,
@@ -29,7 +30,7 @@ from clipwise.records.kernels.convolution_tiles import (
     launch_total,
     total_candidates,
 )
-from clipwise.records.kernels.tiles import best_tile, like_random, triton
+from clipwise.records.kernels.tiles import best_tile, like_random
 from clipwise.types import InputError
 
 

@@ -18,11 +18,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from clipwise.jit import constexpr, jit, tl, triton
 from clipwise.records import planner
 from clipwise.records.kernels.convolution import _check, exact
 from clipwise.records.kernels.convolution_tiles import Ints, Shape
 from clipwise.records.kernels.gram import HALF, SLACK, added_up, aligned, finished, gram_tile, lost, tile_of
-from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
+from clipwise.records.kernels.tiles import best_tile, like_random, power
 from clipwise.types import InputError
 
 MOST_INPUTS = 256  # positions of x: with more, X soon costs as much as what it replaces

@@ -15,7 +15,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels.tiles import constexpr, jit, power, tl
+from clipwise.jit import constexpr, jit, tl
+from clipwise.records.kernels.tiles import power
 
 Ints: TypeAlias = Sequence[int]
 

@@ -14,7 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl, triton
+from clipwise.jit import constexpr, jit, tl, triton
+from clipwise.records.kernels.tiles import best_tile, like_random, power
 
 HALF = (torch.bfloat16, torch.float16)
 EVEN = 8  # features in half precision that a GPU reads at once, 16 bytes

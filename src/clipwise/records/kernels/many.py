@@ -12,8 +12,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from clipwise.jit import jit, tl, triton
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.kernels.tiles import jit, tl, triton
 from clipwise.types import InputError
 
 BATCH = 16  # places of tensors that are written down by one launch

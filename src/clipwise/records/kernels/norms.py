@@ -17,10 +17,11 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from clipwise.jit import constexpr, jit, tl
 from clipwise.records.kernels import gram
 from clipwise.records.kernels.gram import SLACK, Tile, added_up, keep_tile, lost, tile_of
 from clipwise.records.kernels.many import check, fit, written_places
-from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, power, tl
+from clipwise.records.kernels.tiles import best_tile, like_random, power
 
 
 def outer_gram_sq_norms(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

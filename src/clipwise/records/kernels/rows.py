@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels.tiles import constexpr, jit, tl, triton
+from clipwise.jit import constexpr, jit, tl, triton
 
 AXES = 7  # the bytes of a number, and those of a tensor
 BLOCK = 1024

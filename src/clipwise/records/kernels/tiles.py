@@ -1,4 +1,4 @@
-"""What the kernels share: Triton where it is installed, and the choice of a tile by measuring.
+"""What the kernels share: the choice of a tile by measuring.
 
 Receives: a kernel's launch function and the tiles that it may use.
 Gives: the fastest of them on this device, remembered for the process.
@@ -7,26 +7,14 @@ Gives: the fastest of them on this device, remembered for the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from clipwise.jit import triton
 from clipwise.types import Refused
 
-if TYPE_CHECKING:  # Triton has no types to check against
-    triton: Any
-    tl: Any
-    constexpr: TypeAlias = Any
-else:
-    try:
-        import triton
-        import triton.language as tl
-        from triton.language import constexpr
-    except ImportError:  # a CPU build of torch comes without it
-        triton = tl = constexpr = None
-
-jit: Callable[..., Any] = triton.jit if triton else lambda function=None, **options: function or (lambda plain: plain)
 T = TypeVar("T")
 
 

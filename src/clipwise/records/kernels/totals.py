@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from clipwise.jit import constexpr, jit, tl
 from clipwise.records.kernels.many import check, fit, written_places
-from clipwise.records.kernels.tiles import best_tile, constexpr, jit, like_random, tl
+from clipwise.records.kernels.tiles import best_tile, like_random
 from clipwise.types import InputError
 
 

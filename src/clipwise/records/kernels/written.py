@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clipwise.jit import constexpr, jit, tl, triton
 from clipwise.records import planner
-from clipwise.records.kernels.tiles import constexpr, jit, power, tl, triton
+from clipwise.records.kernels.tiles import power
 
 TILE = 4096  # numbers that a program reads at once, of as many rows as that makes
 NARROW, WIDE = 32, 512  # of each row
