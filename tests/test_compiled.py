@@ -62,6 +62,18 @@ def test_norms_and_sums_are_the_eager_ones_for_every_batch_up_to_the_chunk(captu
     assert all(torch.allclose(first[name], second[name], rtol=1e-10, atol=1e-12) for name in second)
 
 
+def test_a_graph_of_another_precision_is_another_graph() -> None:
+    net = model().float()
+    rows = (batch(4)[0].float(), batch(4)[1])
+    names = tuple(trainable(net))
+    compiled = CompiledCapture(net, loss, ROWS, [names], {"backend": "aot_eager"})
+    for narrow in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            found, expected = (capture(rows).norms([names]) for capture in (compiled, Capture(net, loss)))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert len(compiled._graphs) == 2
+
+
 def test_sums_have_the_strides_of_their_parameters() -> None:
     net = model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     names = tuple(trainable(net))

@@ -105,6 +105,7 @@ class CompiledCapture:
             tuple((t.shape, t.dtype, t.stride()) for t in tensors(padded)),
             tuple(module.training for module in self._modules),
             tuple(allowed(convolution=kind) for kind in (True, False)),
+            tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         )
         if key not in self._graphs:
             self._graphs[key] = _Graphs(self.model, self.loss, padded, self.groups, self.options)
