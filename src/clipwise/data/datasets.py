@@ -33,6 +33,10 @@ Collate = Callable[[list[Any]], Batch]
 Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
 COLUMNS = 8  # in a list of more tensors each is more likely a sample
+SHARED = (
+    "share entries, as windows do that slide over a series: what one person gave stands in several rows, and ε is for "
+    "one; cut windows that do not overlap, one person's in one row"
+)
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
 
@@ -204,10 +208,7 @@ def _refuse_overlaps(columns: list[tuple[str, Any]]) -> None:
         )
     for label, column in arrays:
         if _overlaps(column):
-            raise Refused(
-                f"the rows of data{label} share entries, as windows do that slide over a series: what one person gave "
-                "stands in several rows, and ε is for one; cut windows that do not overlap, one person's in one row"
-            )
+            raise Refused(f"the rows of data{label} {SHARED}")
 
 
 def _overlaps(column: Tensor | np.ndarray[Any, Any]) -> bool:
