@@ -6,11 +6,12 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import torch
@@ -133,11 +134,20 @@ class Private:
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
         self._first_method = self._methods_used = str(method)
         self._stepping, self._earlier = False, earlier
+        self._turn = threading.Lock()
         self._tested: set[Modes] = set()  # the model's modes that were self-tested
         self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse a copy, also a pickled one: it would release more of the same draws into a ledger of its own."""
+        raise Refused(
+            "a private run cannot be copied or pickled: two would go on from one draw, and the ledger of each would "
+            "count its own releases alone; copy the model, private.model, and train it in a new run with "
+            "spent=private.ledger; to stop and go on later, write clipwise.train(…, folder=…) and resume=True"
+        )
 
     @property
     def method(self) -> Method:
@@ -202,22 +212,47 @@ class Private:
 
     def _batches(self) -> Iterator[PoissonBatch]:
         while self.steps_taken < self.steps:
-            if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
-                stream = self._stream.at(self.steps_taken)
-                self._indices = self._sampled(stream)
-                self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
+            with self._alone():
+                if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
+                    stream = self._stream.at(self.steps_taken)
+                    self._indices = self._sampled(stream)
+                    self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
             yield self._drawn
             if self._drawn is not None:
                 raise InputError("the last batch was not used; write private.step(batch) for every batch")
 
     def step(self, batch: PoissonBatch) -> None:
         """One private update of the model from one Poisson batch."""
+        with self._alone():
+            self._step(batch)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse what comes while a step is made, from another thread or from within it."""
+        if not self._turn.acquire(blocking=False):
+            raise Refused(
+                "a step of this run is being made, and each begins where the one before it ended: two at once would "
+                "use one batch twice, whose ε is not that of two draws; make them one after another, in one thread and "
+                "outside of the loss"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _step(self, batch: PoissonBatch) -> None:
         if not isinstance(batch, PoissonBatch) or batch is not self._drawn:
             raise Refused(
                 "step takes each batch of private.batches() once, in order: other batches are not Poisson samples, "
                 "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
             )
         parameters = trainable(self.model)
+        fast = self._passes.fast
+        if fast is not None and (new := set(parameters).difference(*fast.groups)):
+            raise InputError(
+                f"{min(new)} is trained only since the run began, and its step is compiled without it: make a new run "
+                "with spent=private.ledger, or leave compile=True out"
+            )
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode()
         self._warn_of_others()

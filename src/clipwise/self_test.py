@@ -24,8 +24,9 @@ from clipwise.data import Samples
 from clipwise.methods import Method
 from clipwise.passes import Passes, PublicState, probed, stacked
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
-from clipwise.records.chance import generators, seeded, still
+from clipwise.records.chance import generators, reseeds, seeded, still
 from clipwise.records.checks import (
+    OWN_SEED,
     alone_as_together,
     culprit,
     in_half,
@@ -284,6 +285,12 @@ def _reading(passes: Passes, samples: Tensor) -> Reading:
             "the data set or collate draws from a generator of its own, so that one sample less moves all that is "
             "drawn for the others, or it changes what it reads; draw from torch's, NumPy's or Python's own generators, "
             "which every step seeds in secret"
+        )
+    if isinstance(data, Samples) and reseeds(lambda: passes.rows(samples[:READ])):
+        raise Refused(
+            "the data set or collate seeds a generator (torch.manual_seed, random.seed): whatever is drawn afterwards "
+            "in a step, such as dropout's masks, can be foreseen, and one sample more moves what is drawn for every "
+            f"row behind it; {OWN_SEED}"
         )
     if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
         same, drew = _twice(lambda: passes.rows(samples))

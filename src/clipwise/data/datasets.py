@@ -141,6 +141,15 @@ class Samples:
             ) from error
         self._none = _no_rows(first)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another data set or collate function: a run's self-test has seen these."""
+        if name in ("dataset", "collate") and name in vars(self):
+            raise Refused(
+                f"{name} is fixed when the data are given, since a run tests it once, before its first step; make a "
+                "new run with the other one, and spent=private.ledger"
+            )
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         """How many samples there are."""
         return self._length

@@ -19,21 +19,24 @@ from clipwise.records.capture import trainable
 from clipwise.records.chance import kept
 from clipwise.records.tape import tensors
 
-Modes = tuple[tuple[type, bool, int], ...]
+Modes = tuple[Any, ...]
 
 
 def modes(model: nn.Module) -> Modes:
-    """Which modules there are, with how many hooks, in which mode: with others a model may be another function."""
-    return tuple((type(module), module.training, _hooks(module)) for module in model.modules())
+    """What makes a model another function: its modules, each with its mode, hooks and what of it is trained."""
+    return (_hooks(nn.modules.module, "_global"), *map(_mode, model.modules()))
 
 
-def _hooks(module: nn.Module) -> int:
-    return (
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-    )
+def _mode(module: nn.Module) -> tuple[Any, ...]:
+    forward = id(vars(module).get("forward"))  # one that was put into the place of its class's
+    trained = tuple(p is not None and p.requires_grad for p in module._parameters.values())
+    return type(module), module.training, _hooks(module), forward, trained
+
+
+def _hooks(place: Any, prefix: str = "") -> tuple[int, ...]:
+    """Their numbers: no two hooks ever have the same."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return tuple(number for kind in kinds for number in getattr(place, prefix + kind))
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
