@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
+from clipwise.records.tf32 import full_on_cpu
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
@@ -290,7 +291,7 @@ class Private:
         momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
-        with self._secretly(batch.stream):
+        with self._secretly(batch.stream), full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
             private, self.observed = private_sum(
                 method, parameters, self._gradients(batch, momenta), most=most, alone=alone
             )
@@ -412,7 +413,8 @@ class Private:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
         mode = modes(self.model)
         if self._self_tested and mode not in self._tested:
-            with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
+            # restored also where it is refused: its buffers would hold what it was shown
+            with restored(self.model), full_on_cpu():
                 for phase in {phase.probe: phase for phase in self.method.phases}.values():
                     self_test.run(self._passes, phase, self.state)
             self._tested.add(mode)
