@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,7 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
-from clipwise.records.chance import generators, kept, seeded
+from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
@@ -54,6 +54,7 @@ from clipwise.types import (
     Refused,
 )
 
+T = TypeVar("T")
 # what a run cannot change on its way
 FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
@@ -136,7 +137,8 @@ class Private:
         self._first_method = self._methods_used = str(method)
         self._stepping, self._earlier = False, earlier
         self._turn = threading.Lock()
-        self._tested: set[Modes] = set()  # the model's modes that were self-tested
+        self._mode: Modes = ()  # the model's, as it was last looked at
+        self._tested: set[Modes] = set()  # those that were self-tested
         self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
@@ -255,7 +257,7 @@ class Private:
                 "with spent=private.ledger, or leave compile=True out"
             )
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
-        self.test_mode()
+        self.test_mode(parameters)
         self._warn_of_others()
         method = self.method
         private, event, following = self._summed(batch, parameters)
@@ -288,13 +290,16 @@ class Private:
     ) -> tuple[PrivateSum, Event, Gradient | None]:
         """The batch's sum, the event that its release is, and the private state that it leaves."""
         method, feedback, plan = self.method, self.method.feedback, self.dice
-        momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
-        with self._secretly(batch.stream), full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
-            private, self.observed = private_sum(
-                method, parameters, self._gradients(batch, momenta), most=most, alone=alone
-            )
+
+        def computed() -> tuple[PrivateSum, Observed, Momenta | None]:
+            momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
+            chunks = self._gradients(batch, momenta)
+            return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
+
+        with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
+            private, self.observed, momenta = self._secretly(batch.stream, computed)
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -409,9 +414,9 @@ class Private:
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
-    def test_mode(self) -> None:
+    def test_mode(self, trained: Iterable[str] | None = None) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode = modes(self.model)
+        mode = self._mode = modes(self.model, trainable(self.model) if trained is None else trained)
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
@@ -431,24 +436,27 @@ class Private:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
-    @contextmanager
-    def _secretly(self, stream: Stream) -> Iterator[None]:
-        """Where the model and the data may draw: what they do follows a row's place, so it must be as secret as noise.
+    def _secretly(self, stream: Stream, compute: Callable[[], T]) -> T:
+        """What is computed, where the model and the data may draw: by a row's place, so it must be as secret as noise.
 
-        Nothing is done for a model without dropout that drew nothing in its first step in this mode, on data that are
-        tensors; a dropout may be of 0 for a while.
+        Nothing is seeded for a model without dropout that drew nothing in its first step in this mode, on data that are
+        tensors; a dropout may be of 0 for a while. Where it draws later all the same, it is computed again.
         """
-        mode = modes(self.model)
-        if self._draws.get(mode, True):
-            with kept({self._passes.device} if self._passes.device.type == "cuda" else set()):
-                seeded(stream.seed())
-                before = None if mode in self._draws else generators()
-                yield
-                if before is not None and len(self._indices):
-                    drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
-                    self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != before
-        else:
-            yield
+        mode, device = self._mode, self._passes.device
+        if not self._draws.get(mode, True):
+            before = drawn_on(device)
+            found = compute()
+            if torch.equal(drawn_on(device), before):
+                return found
+            self._draws[mode] = True  # what it drew could be foreseen
+        with kept({device} if device.type == "cuda" else set()):
+            seeded(stream.seed())
+            at_first = None if mode in self._draws else generators()
+            found = compute()
+            if at_first is not None and len(self._indices):
+                drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
+                self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != at_first
+            return found
 
     def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""

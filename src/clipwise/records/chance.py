@@ -1,7 +1,7 @@
 """What a pass draws at random: all generators seeded, looked at and put back, and dropout held still.
 
 Receives: a seed, or a model.
-Gives: seeded, generators (their states, to compare), reseeds, kept (a context that puts them back), and still (a
+Gives: seeded, generators and drawn_on (states, to compare), reseeds, kept (a context that puts them back), and still (a
 context in which dropout lets everything through, so that a batch and its samples one by one can be compared in training
 mode).
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _DROPOUTS = frozenset(
@@ -42,6 +42,11 @@ def generators() -> tuple[Any, ...]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest), *states
+
+
+def drawn_on(device: torch.device) -> Tensor:
+    """The state of torch's generator for this device alone, which is quickly read."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def reseeds(call: Callable[[], object]) -> bool:

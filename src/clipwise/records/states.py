@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,21 +22,19 @@ from clipwise.records.tape import tensors
 Modes = tuple[Any, ...]
 
 
-def modes(model: nn.Module) -> Modes:
-    """What makes a model another function: its modules, each with its mode, hooks and what of it is trained."""
-    return (_hooks(nn.modules.module, "_global"), *map(_mode, model.modules()))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _mode(module: nn.Module) -> tuple[Any, ...]:
-    forward = id(vars(module).get("forward"))  # one that was put into the place of its class's
-    trained = tuple(p is not None and p.requires_grad for p in module._parameters.values())
-    return type(module), module.training, _hooks(module), forward, trained
-
-
-def _hooks(place: Any, prefix: str = "") -> tuple[int, ...]:
-    """Their numbers: no two hooks ever have the same."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return tuple(number for kind in kinds for number in getattr(place, prefix + kind))
+def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
+    """What makes a model another function: its modules, each with its mode and hooks, and what of it is trained."""
+    everywhere = vars(nn.modules.module)
+    found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
+    for module in model.modules():  # many of them, in every step: one flat list
+        own = module.__dict__
+        found += type(module), own["training"], id(own.get("forward"))  # one in the place of its class's
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
+    return tuple(found)
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:
