@@ -239,6 +239,11 @@ def _check_loss(loss: Any) -> None:
             f"{getattr(loss, '__name__', type(loss).__name__)}; write for instance clipwise.cross_entropy, or lambda "
             "model, batch: criterion(model(batch[0]), batch[1]) with a criterion of reduction='none'"
         )
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        raise InputError(
+            "expected the loss itself, got what torch.compile made of it: its per-sample gradients cannot be followed; "
+            "pass the function that was compiled, and write make_private(…, compile=True)"
+        )
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
