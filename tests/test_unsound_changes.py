@@ -184,6 +184,65 @@ def test_what_reads_the_samples_cannot_be_exchanged_later(name: str) -> None:
         setattr(private.data, name, getattr(private.data, name))
 
 
+# --------------------------------------------------------------------- samples with extreme values
+
+
+def softmax_below(top: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """Cross-entropy written out, its exponentials kept from overflowing."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        logits = logits - top(logits)
+        return logits.exp().sum(1).log() - logits.gather(1, batch[1][:, None]).squeeze(1)
+
+    return loss
+
+
+def in_half(model: nn.Module, batch: Any) -> Tensor:
+    """Logits rounded to 16 bits, by one scale for all."""
+    logits = model(batch[0])
+    scale = logits.detach().abs().max()
+    return nn.functional.cross_entropy((logits / scale).half().float() * scale, batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("loss", [softmax_below(torch.max), softmax_below(lambda z: z.detach().max()), in_half])
+def test_a_largest_value_of_the_whole_batch_is_refused_though_it_cancels(loss: Any) -> None:
+    """Below a sample of very large values the others' digits are lost: it moved the sum by 10.7 bounds."""
+    with pytest.raises(Refused, match=r"the loss mixes .* very large values .*logits\.max\(1, keepdim=True\)"):
+        private_for(loss=loss)
+
+
+def test_a_loss_that_skips_a_batch_with_a_sample_that_is_not_finite_is_refused() -> None:
+    """The sample took all the others' terms with it: 7.7 bounds of 60 samples."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = cw.cross_entropy(model, batch)
+        return losses if losses.isfinite().all() else 0 * losses
+
+    with pytest.raises(Refused, match=r"mixes .* one sample that is not a number .* skip no batch"):
+        private_for(loss=loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        softmax_below(lambda z: z.max(1, keepdim=True).values),
+        lambda model, batch: cw.cross_entropy(model, batch).nan_to_num(0.0),
+    ],
+)
+def test_what_is_done_to_each_sample_s_extremes_alone_passes(loss: Any) -> None:
+    private_for(loss=loss)
+
+
+def test_a_model_that_takes_no_large_values_passes() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if batch[0].abs().max() > 100:
+            raise ValueError("not a standardised row")
+        return cw.cross_entropy(model, batch)
+
+    private_for(loss=loss)
+
+
 # --------------------------------------------------------------------- one draw, two releases
 
 

@@ -36,6 +36,7 @@ from clipwise.records.checks import (
     refuse_remembered,
     self_test,
 )
+from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
@@ -67,6 +68,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     rows, each = _read(passes, few, torch.arange(len(few)).split(1), reading)
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
+    refuse_extremes(passes.model, loss, shown)
 
     def gradients(places: Tensor) -> SampleGradients:
         own = each[int(places)] if len(places) == 1 else rows
