@@ -103,6 +103,14 @@ def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any, got: str) -> N
         cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), loss=loss, **PLAN)
 
 
+def test_a_loss_that_torch_compiled_is_named() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match="expected the loss itself, got what torch.compile made of it"):
+        cw.make_private(
+            model, torch.optim.SGD(model.parameters()), (X, Y), loss=torch.compile(cw.cross_entropy), **PLAN
+        )
+
+
 @pytest.mark.parametrize("name", ["ledger", "spent"])
 def test_a_path_is_no_ledger(name: str) -> None:
     model = nn.Linear(4, 3)

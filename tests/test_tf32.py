@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import clipwise as cw
 from clipwise.records import Capture, SampleGradients, kinds, oracle, planner, trainable
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
@@ -228,3 +229,38 @@ def test_graphs_keep_the_rounded_factors_and_give_the_eager_numbers(tf32: None) 
 
 def _filled(batch: Any, rows: int) -> Any:
     return tuple(torch.cat([t, t[:1].expand(rows - len(t), *t.shape[1:])]) for t in batch)
+
+
+def processor_s() -> str:
+    """What float32 products on a processor may be computed in."""
+    onednn = getattr(torch.backends.mkldnn, "matmul", None)  # since PyTorch 2.9
+    return str(torch.get_float32_matmul_precision() if onednn is None else onednn.fp32_precision)
+
+
+def test_a_step_on_a_processor_is_in_float32_where_its_products_may_be_in_bfloat16() -> None:
+    before, seen = torch.get_float32_matmul_precision(), list[str]()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(processor_s())
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    model = nn.Linear(3, 2)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        allowed_here = processor_s()
+        private = cw.make_private(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            (torch.randn(20, 3), torch.arange(20) % 2),
+            loss=loss,
+            noise_multiplier=1.0,
+            steps=1,
+            batch=20,
+            delta=1e-3,
+        )
+        seen.clear()
+        private.step(next(private.batches()))
+        assert set(seen) <= {"ieee", "highest"} and seen
+        assert processor_s() == allowed_here
+    finally:
+        torch.set_float32_matmul_precision(before)

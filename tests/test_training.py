@@ -603,6 +603,18 @@ def test_a_ledger_that_lost_releases_is_refused(kept: int, tmp_path: Path) -> No
         trained(folder=tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("number", ["noise_multiplier", "sampling_rate"])
+def test_a_ledger_that_holds_cheaper_releases_than_were_made_is_refused(number: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path / "run", progress=Stop(4, tmp_path / "run"))
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    events = [json.loads(line) for line in ledger.read_text().splitlines()]
+    events[1][number] *= {"noise_multiplier": 4, "sampling_rate": 0.25}[number]
+    ledger.write_text("".join(json.dumps(event) + "\n" for event in events))
+    with pytest.raises(Refused, match=rf"lacks 1 of the \d+ .*{number}.* restore the ledger's file"):
+        trained(folder=tmp_path / "run", resume=True)
+
+
 def test_a_power_failure_cannot_lose_releases_that_a_checkpoint_holds(tmp_path: Path, monkeypatch: Any) -> None:
     synced: list[str] = []
     fsync = os.fsync

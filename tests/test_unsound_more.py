@@ -357,3 +357,57 @@ def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         private_for(nn.Linear(9, 3), (x, Y))
+
+
+class Made(Dataset[Any]):
+    """So many samples, each made of its number."""
+
+    def __init__(self, samples: int, make: Callable[[int], Tensor | np.ndarray[Any, Any]]) -> None:
+        self.samples, self.make = samples, make
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index), Y[index % ROWS]
+
+
+SERIES = torch.randn(6 * ROWS, generator=torch.Generator().manual_seed(1))
+
+
+def read_only() -> Any:
+    series = SERIES.numpy().copy()
+    series.setflags(write=False)
+    return series
+
+
+@pytest.mark.parametrize("series", [SERIES, read_only()])
+def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) -> None:
+    with pytest.raises(Refused, match="samples of this data set share entries"):
+        private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
+
+
+COLUMNS = SERIES.reshape(6, ROWS)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda i: SERIES[6 * i : 6 * i + 6], lambda i: COLUMNS[:, i], lambda i: {"x": X[i], "edges": SERIES}["x"]],
+)
+def test_samples_of_a_data_set_that_lie_apart_pass(make: Any, recwarn: pytest.WarningsRecorder) -> None:
+    private_for(data=Made(ROWS, make))
+    assert not [w for w in recwarn if "again" in str(w.message)]
+
+
+WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
+
+
+def shaken(index: int) -> Tensor:
+    return WIDE[index] + torch.rand(8)
+
+
+@pytest.mark.parametrize("which", [lambda i: i % 30, lambda i: i // 4])
+@pytest.mark.parametrize("make", [WIDE.__getitem__, shaken])
+def test_a_data_set_that_repeats_its_samples_is_warned_of(which: Any, make: Any) -> None:
+    with pytest.warns(UserWarning, match="is sample 0 again"):
+        private_for(nn.Linear(8, 3), Made(ROWS, lambda i: make(which(i))))

@@ -6,11 +6,12 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,11 +33,12 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
-from clipwise.records.chance import generators, kept, seeded
+from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
+from clipwise.records.tf32 import full_on_cpu
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
@@ -52,6 +54,7 @@ from clipwise.types import (
     Refused,
 )
 
+T = TypeVar("T")
 # what a run cannot change on its way
 FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
@@ -133,11 +136,21 @@ class Private:
         self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
         self._first_method = self._methods_used = str(method)
         self._stepping, self._earlier = False, earlier
-        self._tested: set[Modes] = set()  # the model's modes that were self-tested
+        self._turn = threading.Lock()
+        self._mode: Modes = ()  # the model's, as it was last looked at
+        self._tested: set[Modes] = set()  # those that were self-tested
         self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse a copy, also a pickled one: it would release more of the same draws into a ledger of its own."""
+        raise Refused(
+            "a private run cannot be copied or pickled: two would go on from one draw, and the ledger of each would "
+            "count its own releases alone; copy the model, private.model, and train it in a new run with "
+            "spent=private.ledger; to stop and go on later, write clipwise.train(…, folder=…) and resume=True"
+        )
 
     @property
     def method(self) -> Method:
@@ -202,24 +215,49 @@ class Private:
 
     def _batches(self) -> Iterator[PoissonBatch]:
         while self.steps_taken < self.steps:
-            if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
-                stream = self._stream.at(self.steps_taken)
-                self._indices = self._sampled(stream)
-                self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
+            with self._alone():
+                if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
+                    stream = self._stream.at(self.steps_taken)
+                    self._indices = self._sampled(stream)
+                    self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
             yield self._drawn
             if self._drawn is not None:
                 raise InputError("the last batch was not used; write private.step(batch) for every batch")
 
     def step(self, batch: PoissonBatch) -> None:
         """One private update of the model from one Poisson batch."""
+        with self._alone():
+            self._step(batch)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse what comes while a step is made, from another thread or from within it."""
+        if not self._turn.acquire(blocking=False):
+            raise Refused(
+                "a step of this run is being made, and each begins where the one before it ended: two at once would "
+                "use one batch twice, whose ε is not that of two draws; make them one after another, in one thread and "
+                "outside of the loss"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _step(self, batch: PoissonBatch) -> None:
         if not isinstance(batch, PoissonBatch) or batch is not self._drawn:
             raise Refused(
                 "step takes each batch of private.batches() once, in order: other batches are not Poisson samples, "
                 "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
             )
         parameters = trainable(self.model)
+        fast = self._passes.fast
+        if fast is not None and (new := set(parameters).difference(*fast.groups)):
+            raise InputError(
+                f"{min(new)} is trained only since the run began, and its step is compiled without it: make a new run "
+                "with spent=private.ledger, or leave compile=True out"
+            )
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
-        self.test_mode()
+        self.test_mode(parameters)
         self._warn_of_others()
         method = self.method
         private, event, following = self._summed(batch, parameters)
@@ -252,13 +290,16 @@ class Private:
     ) -> tuple[PrivateSum, Event, Gradient | None]:
         """The batch's sum, the event that its release is, and the private state that it leaves."""
         method, feedback, plan = self.method, self.method.feedback, self.dice
-        momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
-        with self._secretly(batch.stream):
-            private, self.observed = private_sum(
-                method, parameters, self._gradients(batch, momenta), most=most, alone=alone
-            )
+
+        def computed() -> tuple[PrivateSum, Observed, Momenta | None]:
+            momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
+            chunks = self._gradients(batch, momenta)
+            return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
+
+        with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
+            private, self.observed, momenta = self._secretly(batch.stream, computed)
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -373,11 +414,12 @@ class Private:
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
-    def test_mode(self) -> None:
+    def test_mode(self, trained: Iterable[str] | None = None) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode = modes(self.model)
+        mode = self._mode = modes(self.model, trainable(self.model) if trained is None else trained)
         if self._self_tested and mode not in self._tested:
-            with restored(self.model):  # also where it is refused: its buffers would hold what it was shown
+            # restored also where it is refused: its buffers would hold what it was shown
+            with restored(self.model), full_on_cpu():
                 for phase in {phase.probe: phase for phase in self.method.phases}.values():
                     self_test.run(self._passes, phase, self.state)
             self._tested.add(mode)
@@ -394,24 +436,27 @@ class Private:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
-    @contextmanager
-    def _secretly(self, stream: Stream) -> Iterator[None]:
-        """Where the model and the data may draw: what they do follows a row's place, so it must be as secret as noise.
+    def _secretly(self, stream: Stream, compute: Callable[[], T]) -> T:
+        """What is computed, where the model and the data may draw: by a row's place, so it must be as secret as noise.
 
-        Nothing is done for a model without dropout that drew nothing in its first step in this mode, on data that are
-        tensors; a dropout may be of 0 for a while.
+        Nothing is seeded for a model without dropout that drew nothing in its first step in this mode, on data that are
+        tensors; a dropout may be of 0 for a while. Where it draws later all the same, it is computed again.
         """
-        mode = modes(self.model)
-        if self._draws.get(mode, True):
-            with kept({self._passes.device} if self._passes.device.type == "cuda" else set()):
-                seeded(stream.seed())
-                before = None if mode in self._draws else generators()
-                yield
-                if before is not None and len(self._indices):
-                    drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
-                    self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != before
-        else:
-            yield
+        mode, device = self._mode, self._passes.device
+        if not self._draws.get(mode, True):
+            before = drawn_on(device)
+            found = compute()
+            if torch.equal(drawn_on(device), before):
+                return found
+            self._draws[mode] = True  # what it drew could be foreseen
+        with kept({device} if device.type == "cuda" else set()):
+            seeded(stream.seed())
+            at_first = None if mode in self._draws else generators()
+            found = compute()
+            if at_first is not None and len(self._indices):
+                drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
+                self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != at_first
+            return found
 
     def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""

@@ -24,8 +24,9 @@ from clipwise.data import Samples
 from clipwise.methods import Method
 from clipwise.passes import Passes, PublicState, probed, stacked
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
-from clipwise.records.chance import generators, seeded, still
+from clipwise.records.chance import generators, reseeds, seeded, still
 from clipwise.records.checks import (
+    OWN_SEED,
     alone_as_together,
     culprit,
     in_half,
@@ -35,6 +36,7 @@ from clipwise.records.checks import (
     refuse_remembered,
     self_test,
 )
+from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
@@ -66,6 +68,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     rows, each = _read(passes, few, torch.arange(len(few)).split(1), reading)
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
+    refuse_extremes(passes.model, loss, shown)
 
     def gradients(places: Tensor) -> SampleGradients:
         own = each[int(places)] if len(places) == 1 else rows
@@ -284,6 +287,12 @@ def _reading(passes: Passes, samples: Tensor) -> Reading:
             "the data set or collate draws from a generator of its own, so that one sample less moves all that is "
             "drawn for the others, or it changes what it reads; draw from torch's, NumPy's or Python's own generators, "
             "which every step seeds in secret"
+        )
+    if isinstance(data, Samples) and reseeds(lambda: passes.rows(samples[:READ])):
+        raise Refused(
+            "the data set or collate seeds a generator (torch.manual_seed, random.seed): whatever is drawn afterwards "
+            "in a step, such as dropout's masks, can be foreseen, and one sample more moves what is drawn for every "
+            f"row behind it; {OWN_SEED}"
         )
     if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
         same, drew = _twice(lambda: passes.rows(samples))

@@ -25,7 +25,7 @@ from clipwise.accounting.dice import Plan as DicePlan
 from clipwise.accounting.dice import planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
-from clipwise.data.copies import refuse_private, warn_of_copies
+from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -35,6 +35,7 @@ from clipwise.postprocess import Post, identity
 from clipwise.private import Private
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss, trainable
+from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import losses_of, refuse_modules
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import restored
@@ -141,6 +142,8 @@ def make_private(
         )
     rate = batch / rows
     warn_of_copies(dataset)
+    with kept(()):
+        refuse_shared(dataset, lambda: seeded(0))
     if delta >= 1 / rows:
         warnings.warn(
             f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
@@ -235,6 +238,11 @@ def _check_loss(loss: Any) -> None:
             f"loss must be a function loss(model, batch) with one value per sample, got "
             f"{getattr(loss, '__name__', type(loss).__name__)}; write for instance clipwise.cross_entropy, or lambda "
             "model, batch: criterion(model(batch[0]), batch[1]) with a criterion of reduction='none'"
+        )
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        raise InputError(
+            "expected the loss itself, got what torch.compile made of it: its per-sample gradients cannot be followed; "
+            "pass the function that was compiled, and write make_private(…, compile=True)"
         )
 
 

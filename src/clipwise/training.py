@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -236,6 +237,7 @@ class _Loop:
             "steps": self.private.steps,
             "plan": self.plan,
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
+            "recorded": self.private.ledger.as_dict()["totals"],
             "method": str(self.private.method),
             "used": self.private.used,
             "model": self.private.model.state_dict(),
@@ -270,10 +272,11 @@ class _Loop:
         state = self.folder.checkpoint()
         self._refuse_another(state)
         ledger = self.folder.ledger()  # what was spent before is in it
-        if ledger.releases < state["releases"]:
+        if lost := _counts(state["recorded"]) - _counts(ledger.as_dict()["totals"]):
             raise Refused(
-                f"the ledger in {self.folder.path} holds {ledger.releases} releases, expected at least "
-                f"the {state['releases']} before the checkpoint: ε would be too small; restore the ledger's file"
+                f"the ledger in {self.folder.path} holds {ledger.releases} releases, and lacks {lost.total()} of the "
+                f"{state['releases']} that the checkpoint knows of, such as {next(iter(lost))}: ε would be too small; "
+                "restore the ledger's file"
             )
         self.private.record_in(ledger)
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
@@ -323,6 +326,11 @@ def _numbers(found: Any) -> dict[str, float]:
     except (AttributeError, TypeError, ValueError, RuntimeError):  # torch raises the last for several numbers
         said = f"evaluate must give numbers by name, such as {{'accuracy': 0.9}}, got {found!r}"
         raise InputError(said) from None
+
+
+def _counts(totals: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """How often each release was recorded."""
+    return Counter({json.dumps({k: v for k, v in each.items() if k != "count"}): each["count"] for each in totals})
 
 
 def _holds(rows: Sequence[Mapping[str, Any]], step: int) -> bool:

@@ -1,23 +1,26 @@
 """Rows that are there twice: among the data, or among public inputs.
 
-Receives: data sets of tensors; others cannot be compared without reading all of them.
-Gives: warn_of_copies, refuse_private.
+Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
+Gives: warn_of_copies, refuse_shared, refuse_private.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.datasets import Arrays, RowDataset, labelled
+from clipwise.data.datasets import SHARED, Arrays, RowDataset, Samples, labelled
 from clipwise.types import Refused
 
 MOST = 100_000  # rows in which copies are looked for
 TELLING = 8  # different fractions in a row: two people do not have them all in common by chance
 AT_ONCE = 256
+TIMES = range(2, 11)  # how often a data set may hold all of its samples: 0 is then again at 1/2, 1/3, … of its length
 
 
 def warn_of_copies(data: RowDataset) -> None:
@@ -28,7 +31,7 @@ def warn_of_copies(data: RowDataset) -> None:
             return
         for row in rows.detach().float().flatten(1).cpu().numpy():
             key = hash(row.tobytes())
-            copies += key in known and len({number for number in row.tolist() if number % 1}) >= TELLING
+            copies += key in known and _telling(row)
             known.add(key)
     if copies:
         warnings.warn(
@@ -37,6 +40,60 @@ def warn_of_copies(data: RowDataset) -> None:
             "write a factor in the loss",
             stacklevel=4,
         )
+
+
+def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
+    """Of a data set that has to be read: refuse samples that share memory, warn where its first one comes again.
+
+    ``afresh`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
+    that repeats all samples, or each one, has them.
+    """
+    if not isinstance(data, Samples) or len(data) < 2:
+        return
+
+    def read(index: int) -> list[Tensor]:
+        afresh()
+        return list(_tensors(data.dataset[index]))
+
+    first, following = read(0), read(1)
+    if any(_overlap(one, other) for one, other in zip(first, following, strict=False)):
+        raise Refused(f"samples of this data set {SHARED}")
+    # the inputs alone: one person's may come with several labels
+    own = first[0].detach().float().flatten().cpu().numpy() if first and first[0].is_floating_point() else np.zeros(0)
+    for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if _telling(own) else ():
+        again = following if place == 1 else read(place)
+        if again and torch.equal(first[0], again[0]):
+            warnings.warn(
+                f"sample {place} of the data is sample 0 again, number for number: if the data set repeats its "
+                "samples, each moves the sum by all of its copies, and ε is for one; in the place of repeats, train "
+                "for more epochs",
+                stacklevel=4,
+            )
+            return
+
+
+def _telling(row: np.ndarray[Any, Any]) -> bool:
+    return len({number for number in row.tolist() if number % 1}) >= TELLING
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    """The tensors and arrays of a sample, not copied."""
+    if isinstance(item, np.ndarray) and item.dtype.kind in "biuf" and min(item.strides, default=0) >= 0:
+        with warnings.catch_warnings(action="ignore"):  # it may be read-only, and is not written to
+            item = torch.from_numpy(item)
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (Mapping, list, tuple)):
+        for value in item.values() if isinstance(item, Mapping) else item:
+            yield from _tensors(value)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors without gaps have some memory in common, and not all of it: that may be a constant."""
+    if not (one.numel() and other.numel() and one.is_contiguous() and other.is_contiguous()):
+        return False
+    start, begins = one.data_ptr(), other.data_ptr()
+    return 0 < begins - start < one.nbytes or 0 < start - begins < other.nbytes
 
 
 def refuse_private(public: Tensor, data: RowDataset) -> None:

@@ -33,6 +33,10 @@ Collate = Callable[[list[Any]], Batch]
 Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
 COLUMNS = 8  # in a list of more tensors each is more likely a sample
+SHARED = (
+    "share entries, as windows do that slide over a series: what one person gave stands in several rows, and ε is for "
+    "one; cut windows that do not overlap, one person's in one row"
+)
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
 
@@ -137,6 +141,15 @@ class Samples:
             ) from error
         self._none = _no_rows(first)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another data set or collate function: a run's self-test has seen these."""
+        if name in ("dataset", "collate") and name in vars(self):
+            raise Refused(
+                f"{name} is fixed when the data are given, since a run tests it once, before its first step; make a "
+                "new run with the other one, and spent=private.ledger"
+            )
+        super().__setattr__(name, value)
+
     def __len__(self) -> int:
         """How many samples there are."""
         return self._length
@@ -204,10 +217,7 @@ def _refuse_overlaps(columns: list[tuple[str, Any]]) -> None:
         )
     for label, column in arrays:
         if _overlaps(column):
-            raise Refused(
-                f"the rows of data{label} share entries, as windows do that slide over a series: what one person gave "
-                "stands in several rows, and ε is for one; cut windows that do not overlap, one person's in one row"
-            )
+            raise Refused(f"the rows of data{label} {SHARED}")
 
 
 def _overlaps(column: Tensor | np.ndarray[Any, Any]) -> bool:

@@ -1,21 +1,22 @@
 """What a pass draws at random: all generators seeded, looked at and put back, and dropout held still.
 
 Receives: a seed, or a model.
-Gives: seeded, generators (their states, to compare), kept (a context that puts them back), and still (a context in
-which dropout lets everything through, so that a batch and its samples one by one can be compared in training mode).
+Gives: seeded, generators and drawn_on (states, to compare), reseeds, kept (a context that puts them back), and still (a
+context in which dropout lets everything through, so that a batch and its samples one by one can be compared in training
+mode).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _DROPOUTS = frozenset(
@@ -36,11 +37,26 @@ def seeded(seed: int) -> None:
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of these generators: equal before and after a call, it drew nothing."""
+    """The state of each of these generators: equal before and after a call, it drew nothing."""
     kind, words, *rest = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
-    return random.getstate(), kind, np.asarray(words).tobytes(), *rest, *states
+    return random.getstate(), (kind, np.asarray(words).tobytes(), *rest), *states
+
+
+def drawn_on(device: torch.device) -> Tensor:
+    """The state of torch's generator for this device alone, which is quickly read."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def reseeds(call: Callable[[], object]) -> bool:
+    """Whether a call gives a generator a seed of its own: it is then left in one state, whatever its state before."""
+    after = []
+    for seed in (0, 1):
+        seeded(seed)
+        call()
+        after.append(generators())
+    return any(one == other for one, other in zip(*after, strict=False))  # CUDA's may have come in between
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import generators, seeded, still
+from clipwise.records.chance import generators, reseeds, seeded, still
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import held, put_back, restored, unmoved
@@ -32,6 +32,10 @@ SEEDS = 32  # with which a model that draws at random is looked at: mixing once 
 MODEL_MIXES = (
     "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function); check "
     "with clipwise.oracle.per_sample"
+)
+OWN_SEED = (
+    "leave the seed to the run, whose steps seed them in secret, or draw what is to stay the same from a generator "
+    "of its own, random.Random(number) or torch.Generator().manual_seed(number)"
 )
 READING_MIXES = (
     "whatever reads the samples (collate, a data set's rows) or takes their gradients (the method's probe) may mix "
@@ -71,6 +75,13 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if batch_size(batch) == 1:
         batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
     _repeatable(model, loss, batch)
+    with unmoved(model):
+        if reseeds(lambda: loss(model, batch)):
+            raise Refused(
+                "the loss or the model seeds a generator (torch.manual_seed, random.seed), so that all that is drawn "
+                "in a step, dropout's masks too, can be foreseen, and one sample more moves what is drawn for every "
+                f"row behind it; {OWN_SEED}"
+            )
     if not bool(_losses(model, loss, batch).isfinite().any()):
         raise InputError(
             f"no loss of {batch_size(batch)} samples is a finite number, so that steps would add noise alone: look at "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,21 +19,22 @@ from clipwise.records.capture import trainable
 from clipwise.records.chance import kept
 from clipwise.records.tape import tensors
 
-Modes = tuple[tuple[type, bool, int], ...]
+Modes = tuple[Any, ...]
 
 
-def modes(model: nn.Module) -> Modes:
-    """Which modules there are, with how many hooks, in which mode: with others a model may be another function."""
-    return tuple((type(module), module.training, _hooks(module)) for module in model.modules())
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def _hooks(module: nn.Module) -> int:
-    return (
-        len(module._forward_hooks)
-        + len(module._forward_pre_hooks)
-        + len(module._backward_hooks)
-        + len(module._backward_pre_hooks)
-    )
+def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
+    """What makes a model another function: its modules, each with its mode and hooks, and what of it is trained."""
+    everywhere = vars(nn.modules.module)
+    found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
+    for module in model.modules():  # many of them, in every step: one flat list
+        own = module.__dict__
+        found += type(module), own["training"], id(own.get("forward"))  # one in the place of its class's
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
+    return tuple(found)
 
 
 def held(model: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Receives: the two factors of per-sample gradients, float32 on CUDA.
 Gives: rounds: whether the library may round them; halves: both in float16, with TF32's 11 bits, and a scale per sample;
-allowed, forbidden and without_cudnn: PyTorch's settings.
+allowed, forbidden, full_on_cpu and without_cudnn: PyTorch's settings.
 
 Left to the library, the factors of the sum, w_i b_i, are rounded otherwise than those of the norm, and where positions
 cancel what is summed can be longer than what was measured. Rounded once, they are the same numbers in both; float16 is
@@ -55,6 +55,25 @@ def forbidden() -> Iterator[None]:
         yield
     finally:
         cudnn.allow_tf32, cublas.allow_tf32 = before
+
+
+@contextmanager
+def full_on_cpu() -> Iterator[None]:
+    """Float32 products on a processor are float32's: "medium" lets oneDNN round them to bfloat16, where that is fast.
+
+    A norm would then be short by more than the margin, and nothing rounds the sum as it does the norm.
+    """
+    onednn: Any = torch.backends.mkldnn
+    if hasattr(onednn, "matmul"):  # since PyTorch 2.9
+        with _ieee(onednn.matmul, onednn.conv, onednn.rnn):
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Samples with extreme values: one that is very large, or not a number, may not touch the others.
+
+Receives: a model, a loss and a few samples.
+Gives: refuse_extremes, which says nothing, or names what mixes them.
+
+A maximum or a scale of the whole batch that cancels again leaves its rounding behind: at usual values nobody sees it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from clipwise.records.capture import Loss
+from clipwise.records.chance import seeded
+from clipwise.records.checks import culprit, losses_of
+from clipwise.records.states import unmoved
+from clipwise.records.tape import mapped, tensors
+from clipwise.types import Batch, Refused
+
+LARGE = 2.0**20  # float32 keeps three bits after the point beside it
+
+
+def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Refuse what lets the last sample, of extreme values, change another's loss.
+
+    Edge cases: numbers that are no fractions, such as tokens, stay as they are. A model that raises an error at such
+    values is left alone; on CUDA none is made NaN, since a kernel that asserts numbers would end the process.
+    """
+    _refuse(
+        *(model, loss, batch, LARGE, "of very large values"),
+        "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
+    )
+    if not any(t.is_cuda for t in tensors(batch)):
+        _refuse(
+            *(model, loss, batch, math.nan, "that is not a number"),
+            "skip no batch for such a sample, which by itself adds nothing to a step",
+        )
+
+
+def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str, write: str) -> None:
+    changed = mapped(batch, lambda t: _last_times(t, factor))
+    before = _losses(model, loss, batch)
+    try:
+        after = _losses(model, loss, changed)
+    except Refused:
+        raise
+    except Exception:  # whatever a model says to values that it does not take
+        return
+    others = slice(-1)
+    if not torch.allclose(before[others], after[others], rtol=1e-4, atol=1e-6, equal_nan=True):
+        name = culprit(model, loss, (batch, others), (changed, others))
+        raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+
+
+def _last_times(rows: Tensor, factor: float) -> Tensor:
+    return torch.cat([rows[:-1], factor * (rows[-1:] + 1)]) if rows.dim() and rows.is_floating_point() else rows
+
+
+def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    with unmoved(model), torch.enable_grad():  # as in training
+        seeded(0)
+        return losses_of(model, loss, batch).detach()

@@ -1,0 +1,299 @@
+"""Ways to a false ε by what changes on the way: seeds, what is trained, code, collate, copies, and steps at once.
+
+Receives: small runs, and somebody who changes them.
+Gives: that they are refused, with the words that say why, and that their honest kin pass.
+"""
+
+import copy
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+import clipwise as cw
+from clipwise.types import InputError, Refused
+
+ROWS = 120
+X = 3 * torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(ROWS) % 3
+
+
+def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
+    model = nn.Linear(6, 3) if model is None else model
+    settings = {"noise_multiplier": 1.0, "steps": 4, "batch": 30, "delta": 1e-3, "noise": 1, **changed}
+    return cw.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+
+
+# --------------------------------------------------------------------- seeds
+
+
+class Rows(Dataset[Any]):
+    """The samples, after ``before`` was called with their number."""
+
+    def __init__(self, before: Callable[[int], Any]) -> None:
+        self.before = before
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.before(index)
+        return X[index], Y[index]
+
+
+@pytest.mark.parametrize("seed", [torch.manual_seed, np.random.seed, random.seed])
+def test_a_data_set_that_seeds_a_generator_is_refused(seed: Any) -> None:
+    with pytest.raises(Refused, match=r"data set or collate seeds a generator .*Generator\(\)\.manual_seed"):
+        private_for(dropping(), Rows(seed))
+
+
+def test_a_collate_function_that_seeds_a_generator_is_refused() -> None:
+    """What it draws would follow a sample's place, whatever a step's own seed."""
+
+    def masked(items: list[Any]) -> Any:
+        torch.manual_seed(0)
+        x, y = default_collate(items)
+        return x * (torch.rand(x.shape) > 0.5), y
+
+    with pytest.raises(Refused, match="data set or collate seeds a generator"):
+        private_for(data=Rows(lambda _: None), collate=masked)
+
+
+@pytest.mark.parametrize("seed", [torch.manual_seed, np.random.seed, random.seed])
+def test_a_loss_or_a_model_that_seeds_a_generator_is_refused(seed: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seed(0)
+        return cw.cross_entropy(model, batch)
+
+    with pytest.raises(Refused, match="the loss or the model seeds a generator"):
+        private_for(dropping(), loss=loss)
+
+
+def of_its_own(index: int) -> None:
+    torch.rand(3, generator=torch.Generator().manual_seed(index))
+
+
+def as_images_and_masks_are_augmented_alike(_: int) -> None:
+    """The seed is drawn itself, so that it is as secret as the step's."""
+    seed = int(np.random.randint(2**31))
+    for _ in range(2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        torch.rand(3)
+
+
+def and_puts_it_back(index: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(index)
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("before", [of_its_own, as_images_and_masks_are_augmented_alike, and_puts_it_back])
+def test_a_data_set_whose_seeds_are_its_own_or_drawn_passes(before: Any) -> None:
+    private_for(dropping(), Rows(before))
+
+
+# --------------------------------------------------------------------- what is tested again
+
+
+class Sorts(nn.Module):
+    """Rows are sorted on their way through the first layer, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return self.last(self.first(x[order]).tanh()[order.argsort()])
+
+
+def test_a_layer_that_is_unfrozen_later_is_tested() -> None:
+    first = X[:40][X[:40, 0].argsort()]  # in order: a look at a step's first three samples shows nothing
+    model = Sorts()
+    model.first.requires_grad_(False)
+    private = private_for(model, (torch.cat([first, X[40:]]), Y))  # rows of a frozen layer need not be the samples'
+    private.step(next(private.batches()))
+    model.first.requires_grad_(True)
+    with pytest.raises(Refused, match="sort, shuffle or regroup no rows"):
+        private.step(next(private.batches()))
+
+
+def test_a_layer_that_is_unfrozen_after_compiling_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    private = private_for(model, compile=True)
+    model[0].requires_grad_(True)
+    with pytest.raises(InputError, match=r"^0\.bias is trained only since .* spent=private\.ledger"):
+        private.step(next(private.batches()))
+    assert private.ledger.releases == 0
+
+
+def patched(model: nn.Sequential) -> Any:
+    model[1].forward = lambda x: (x - x.mean(0)).tanh()
+
+
+def hooked(model: nn.Sequential) -> Any:
+    return nn.modules.module.register_module_forward_hook(
+        lambda module, _, output: output - output.mean(0) if module is model[1] else None
+    )
+
+
+@pytest.mark.parametrize("change", [patched, hooked])
+def test_a_forward_pass_that_is_patched_or_hooked_everywhere_later_is_tested(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    private = private_for(model)
+    private.step(next(private.batches()))
+    handle = change(model)
+    try:
+        with pytest.raises(Refused, match="mixes the samples"):
+            private.step(next(private.batches()))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_a_hook_that_is_exchanged_for_another_is_tested() -> None:
+    model = nn.Linear(6, 3)
+    model.register_buffer("seen", torch.zeros(6))
+    looks = model.register_forward_pre_hook(lambda module, inputs: None)
+    private = private_for(model)
+    private.step(next(private.batches()))
+    looks.remove()
+    model.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0 * module.seen.copy_(inputs[0].mean(0)),))
+    with pytest.raises(Refused, match="buffer seen is computed from the batch"):
+        private.step(next(private.batches()))
+    assert not model.seen.any()
+
+
+@pytest.mark.parametrize("name", ["collate", "dataset"])
+def test_what_reads_the_samples_cannot_be_exchanged_later(name: str) -> None:
+    private = private_for(data=Rows(lambda _: None))
+    with pytest.raises(Refused, match=rf"{name} is fixed .* spent=private\.ledger"):
+        setattr(private.data, name, getattr(private.data, name))
+
+
+# --------------------------------------------------------------------- samples with extreme values
+
+
+def softmax_below(top: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+    """Cross-entropy written out, its exponentials kept from overflowing."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        logits = logits - top(logits)
+        return logits.exp().sum(1).log() - logits.gather(1, batch[1][:, None]).squeeze(1)
+
+    return loss
+
+
+def in_half(model: nn.Module, batch: Any) -> Tensor:
+    """Logits rounded to 16 bits, by one scale for all."""
+    logits = model(batch[0])
+    scale = logits.detach().abs().max()
+    return nn.functional.cross_entropy((logits / scale).half().float() * scale, batch[1], reduction="none")
+
+
+@pytest.mark.parametrize("loss", [softmax_below(torch.max), softmax_below(lambda z: z.detach().max()), in_half])
+def test_a_largest_value_of_the_whole_batch_is_refused_though_it_cancels(loss: Any) -> None:
+    """Below a sample of very large values the others' digits are lost: it moved the sum by 10.7 bounds."""
+    with pytest.raises(Refused, match=r"the loss mixes .* very large values .*logits\.max\(1, keepdim=True\)"):
+        private_for(loss=loss)
+
+
+def test_a_loss_that_skips_a_batch_with_a_sample_that_is_not_finite_is_refused() -> None:
+    """The sample took all the others' terms with it: 7.7 bounds of 60 samples."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        losses = cw.cross_entropy(model, batch)
+        return losses if losses.isfinite().all() else 0 * losses
+
+    with pytest.raises(Refused, match=r"mixes .* one sample that is not a number .* skip no batch"):
+        private_for(loss=loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        softmax_below(lambda z: z.max(1, keepdim=True).values),
+        lambda model, batch: cw.cross_entropy(model, batch).nan_to_num(0.0),
+    ],
+)
+def test_what_is_done_to_each_sample_s_extremes_alone_passes(loss: Any) -> None:
+    private_for(loss=loss)
+
+
+def test_a_model_that_takes_no_large_values_passes() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if batch[0].abs().max() > 100:
+            raise ValueError("not a standardised row")
+        return cw.cross_entropy(model, batch)
+
+    private_for(loss=loss)
+
+
+# --------------------------------------------------------------------- one draw, two releases
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_run_is_not_copied(again: Any) -> None:
+    private = private_for()
+    next(private.batches())
+    with pytest.raises(Refused, match=r"cannot be copied or pickled.* spent=private\.ledger"):
+        again(private)
+
+
+def test_a_batch_is_not_used_a_second_time_from_within_its_own_step() -> None:
+    waiting: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if waiting:
+            private.step(waiting.pop())
+        return cw.cross_entropy(model, batch)
+
+    private = private_for(loss=loss)
+    batch = next(private.batches())
+    waiting.append(batch)
+    with pytest.raises(Refused, match="one after another"):
+        private.step(batch)
+    assert private.ledger.releases == 0
+    private.step(batch)  # it was not used
+    assert private.ledger.releases == 1
+
+
+def test_a_second_thread_neither_steps_nor_draws_while_a_step_is_made() -> None:
+    """In a block of feedback it would draw from the group whose turn it was."""
+    inside, over = threading.Event(), threading.Event()
+    waits = [False]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if waits[0]:
+            inside.set()
+            over.wait(10)
+        return cw.cross_entropy(model, batch)
+
+    private = private_for(loss=loss)
+    batch = next(private.batches())
+    waits[0] = True
+    first = threading.Thread(target=private.step, args=[batch])
+    first.start()
+    try:
+        assert inside.wait(10)
+        for again in (lambda: private.step(batch), lambda: next(private.batches())):
+            with pytest.raises(Refused, match="one after another"):
+                again()
+    finally:
+        over.set()
+        first.join()
+    assert private.ledger.releases == private.steps_taken == 1
