@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cases import CASES, SAMPLES, Largest, Parts, integers, loss, normal, off
-from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, planner, swapped, trainable
+from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, swapped, trainable
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Outer
@@ -353,6 +353,7 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     assert off(displaced(capture, batch, along, RADIUS).materialise(), plain) < 1e-9
 
 
+@pytest.mark.parametrize("kept", [0, displacement.KEPT], ids=["written for each use", "written once"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -369,7 +370,7 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     ],
 )
 def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are on a GPU; some of several views each, some written already, and curvature, which does not."""
     capture, batch, along = recorded(name)
@@ -383,7 +384,8 @@ def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
     plain = [run().materialise() for run in runs]
     images = lambda record: isinstance(record, Convolution) or (isinstance(record, Dense) and record.value.dim() > 3)
     monkeypatch.setattr(displacement, "apart", images)
-    monkeypatch.setattr(planner, "STREAM_FLOATS", 1)  # three pieces of these few units
+    monkeypatch.setattr(displacement, "KEPT", kept)
+    monkeypatch.setattr(convolutions, "WRITTEN", 1)  # two pieces of these few units
     for run, expected in zip(runs, plain, strict=True):
         assert off(run().materialise(), expected) < 1e-9
 
@@ -422,7 +424,7 @@ def test_a_weight_that_would_cost_more_by_pairs_is_written() -> None:
     agree(model, (normal(40, 6),))
 
 
-def test_a_convolutions_weights_are_neither_kept_nor_all_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolutions_large_weights_are_neither_kept_nor_all_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(8, 16, 5), nn.Tanh(), nn.Conv2d(16, 16, 5)).double()
     capture, batch = Capture(model, loss), (torch.randn(9, 8, 10, 10).double(),)
@@ -432,11 +434,28 @@ def test_a_convolutions_weights_are_neither_kept_nor_all_written_at_once(monkeyp
     with Largest() as before:
         expected = displaced(capture, batch, along, RADIUS)
     monkeypatch.setattr(displacement, "apart", lambda record: isinstance(record, Convolution))
-    monkeypatch.setattr(planner, "STREAM_FLOATS", 1)
+    monkeypatch.setattr(displacement, "KEPT", model[2].weight.numel() - 1)
+    monkeypatch.setattr(convolutions, "WRITTEN", 1)
     with Largest() as largest:
         found = displaced(capture, batch, along, RADIUS)
     assert off(found.materialise(), expected.materialise()) < 1e-9
     assert largest.numel < written <= before.numel
+
+
+@pytest.mark.parametrize(("kept", "times"), [(displacement.KEPT, 2), (0, 3)])
+def test_a_small_convolutions_direction_is_written_once(kept: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU every writing is a launch: one does for the norm, the forward pass and, but in the first layer, back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 3, 3, bias=False), nn.Tanh(), nn.Conv2d(3, 2, 3, bias=False)).double()
+    capture, batch = Capture(model, loss), (torch.randn(5, 4, 6, 6).double(),)
+    along, writes = capture(batch), list[Convolution]()
+    assert all(isinstance(r, Convolution) for (r,) in along.records.values())
+    written = Convolution.written
+    monkeypatch.setattr(displacement, "apart", lambda record: isinstance(record, (Convolution, Dense)))
+    monkeypatch.setattr(displacement, "KEPT", kept)
+    monkeypatch.setattr(Convolution, "written", lambda record: writes.append(record) or written(record))
+    displaced(capture, batch, along, RADIUS)
+    assert len(writes) == times
 
 
 def test_displaced_weights_are_gone_once_their_layers_backward_pass_is_over() -> None:

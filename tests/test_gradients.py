@@ -889,3 +889,21 @@ def test_positions_of_a_convolution_that_cancel_keep_their_bound(size: float) ->
     (site,) = per_sample(model, lambda m, batch: m(*batch), (x, b)).sites
     assert site.form is not None and site.form.name == "streamed"
     assert longest_clipped(model, (x, b)) <= 1
+
+
+def test_small_parameters_are_put_side_by_side_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where each would be a launch: once for their norms and every sum, in each group of its own."""
+    torch.manual_seed(0)
+    values = {"w": torch.randn(5, 2, 3), "b": torch.randn(5, 4), "s": torch.randn(5)}
+    like = {name: torch.zeros(value.shape[1:]) for name, value in values.items()}
+    weights, groups = torch.rand(5, 2), [["w", "s"], ["b"]]
+    plain = from_dense(values, like)
+    norms, sums = plain.norms(groups), [plain.weighted_sum(w, groups) for w in (weights, 1 - weights)]
+    joins, cat = list[int](), torch.cat
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+    monkeypatch.setattr(torch, "cat", lambda parts, *rest: joins.append(len(parts)) or cat(parts, *rest))
+    found = from_dense(values, like)
+    torch.testing.assert_close(found.norms(groups), norms)
+    for own, expected in zip((weights, 1 - weights), sums, strict=True):
+        torch.testing.assert_close(found.weighted_sum(own, groups), expected)
+    assert joins == [2, 1]

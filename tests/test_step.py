@@ -19,7 +19,7 @@ from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import from_dense
 from clipwise.sampling import poisson
-from clipwise.step import EACH, MARGIN, private_sum
+from clipwise.step import EACH, MARGIN, fed_back, private_sum
 from clipwise.types import InputError, PoissonGaussian, Refused
 
 ROWS, SEED = 50, 5
@@ -451,11 +451,39 @@ def test_a_filter_is_told_the_deviation_that_the_released_gradient_has() -> None
     assert float(np.std(away)) == pytest.approx(1.5 / 20, rel=0.05)
 
 
-def test_a_second_chunk_is_refused_where_one_was_promised() -> None:
+@pytest.mark.parametrize("method", [cw.flat(), cw.dice(cw.flat())], ids=str)
+def test_a_second_chunk_is_refused_where_one_was_promised(method: cw.Method) -> None:
     values = {"w": torch.ones(2, 3)}
     chunk = from_dense(values, {"w": torch.zeros(3)})
     with pytest.raises(InputError, match="expected one chunk"):
-        private_sum(cw.flat(), {"w": torch.zeros(3)}, [chunk, chunk], alone=True)
+        private_sum(method, {"w": torch.zeros(3)}, [chunk, chunk], alone=True)
+
+
+def test_what_clipping_cut_off_is_the_same_for_the_only_chunk() -> None:
+    """Also beside a sample that is not finite: of it nothing is cut off."""
+    rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [torch.inf, 1.0], [torch.nan, 0.0]])
+    like = {"w": torch.zeros(2)}
+    found = [
+        private_sum(cw.dice(cw.flat(1.0)), like, [from_dense({"w": rows}, like)], alone=alone)[0].residual
+        for alone in (False, True)
+    ]
+    for residual in found:
+        assert residual is not None
+        torch.testing.assert_close(residual["w"].double(), torch.tensor([2.4, 3.2]).double(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[0]["w"], found[1]["w"].double())  # type: ignore[index]
+
+
+@pytest.mark.parametrize("memory", ["full", "none", "bounded"])
+def test_a_memory_is_in_float64_and_no_part_of_the_step_that_it_came_from(memory: str) -> None:
+    """A compiled step writes its next sums where these lie."""
+    feedback = parse(f"dice(flat(1.0), memory={memory!r})").feedback
+    residual = {"w": torch.tensor([2.4, 3.2])}
+    assert feedback is not None
+    _, following = fed_back(feedback, {"w": torch.ones(2).double()}, residual, 8.0, last=False)
+    assert following is not None and following["w"].dtype == torch.float64
+    before = following["w"].clone()
+    residual["w"].zero_()
+    assert torch.equal(following["w"], before)
 
 
 def test_a_batch_is_not_read_by_hand() -> None:

@@ -19,7 +19,7 @@ from clipwise.data import RowDataset
 from clipwise.engine import ChunkEngine, Views, one_by_one
 from clipwise.methods import Method
 from clipwise.randomness import Stream
-from clipwise.records import Capture, SampleGradients, batch_size, trainable
+from clipwise.records import Capture, SampleGradients, batch_size, device_of
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.states import unmoved
@@ -75,7 +75,7 @@ class Passes:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next(iter(trainable(self.model).values())).device
+        return device_of(self.model)
 
     def at_once(self, method: Method) -> int:
         """Samples in a chunk, each of which may be several rows."""

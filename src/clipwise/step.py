@@ -56,7 +56,7 @@ def private_sum(
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
     ``most``: samples that a chunk may hold, a public constant (``weigh``).
-    ``alone``: there is at most one chunk, whose sums are used at once and need no copy.
+    ``alone``: there is at most one chunk, whose last sums are used at once and need no copy.
     """
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
@@ -72,15 +72,12 @@ def private_sum(
         if not holds():
             gradients = gradients.masked(norms.isfinite().all(1))
             sums = gradients.weighted_sum(weights, groups)
-        if alone and residual is None:
-            if total:
-                raise InputError("expected one chunk, got another: write alone=False")
-            total = sums
-        else:
-            _add(sums, total)
+        if alone and total:
+            raise InputError("expected one chunk, got another: write alone=False")
+        total = sums if alone and residual is None else _added(sums, total)
         if residual is not None:
-            finite = norms.isfinite().all(1, keepdim=True)
-            _add(gradients.weighted_sum(torch.where(finite, 1 - weights, 0.0), groups), residual)
+            rest = gradients.weighted_sum(1 - weights, groups)  # what is not finite is zero by now, whatever its weight
+            residual = rest if alone else _added(rest, residual)
         if method.count is not None:
             count += _counted(method.count, norms)
         samples += gradients.samples
@@ -104,28 +101,20 @@ def _counted(count: Count, norms: Tensor) -> float:
     return float(torch.where(finite & values.isfinite(), values, 0.0).sum())
 
 
-def _add(chunk: Gradient, to: Gradient) -> None:
+def _added(chunk: Gradient, to: Gradient) -> Gradient:
     """A chunk's sums, added in float64; the first chunk's are only copied."""
     # all parameters by one call: on a GPU a launch for each would cost more than the additions
-    known = [name for name in chunk if name in to]
-    if known:
-        torch._foreach_add_([to[name] for name in known], [chunk[name] for name in known])
-    new = {
-        name: torch.empty_like(part, dtype=torch.promote_types(part.dtype, torch.float64))
-        for name, part in chunk.items()
-        if name not in to
-    }
-    if new:
-        torch._foreach_copy_(list(new.values()), [chunk[name] for name in new])
-    to.update(new)
+    if to:
+        torch._foreach_add_([to[name] for name in chunk], list(chunk.values()))
+        return to
+    copies = {name: torch.empty_like(part, dtype=torch.float64) for name, part in chunk.items()}
+    torch._foreach_copy_(list(copies.values()), list(chunk.values()))
+    return copies
 
 
 def zeros(parameters: Mapping[str, Tensor]) -> Gradient:
     """An empty sum. Float64: in float32 the rounding of a long sum can depend on one sample by more than the bound."""
-    return {
-        name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float64), device=p.device)
-        for name, p in parameters.items()
-    }
+    return {name: torch.zeros(p.shape, dtype=torch.float64, device=p.device) for name, p in parameters.items()}
 
 
 def fed_back(
@@ -145,7 +134,7 @@ def fed_back(
     if feedback.memory == "blocks" and last:
         return sent, None
     if feedback.memory == "none":
-        return sent, residual
+        return sent, {name: residual[name].to(torch.float64, copy=True) for name in names}
     kept = 1 - share
     if feedback.memory == "bounded":
         kept = kept * _share((kept * norm).abs(), c2)

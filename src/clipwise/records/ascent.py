@@ -10,7 +10,7 @@ pass adds c (x aᵀ) b to a layer's output. Where writing v_i out is cheaper, ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipwise.records.capture import Capture, batch_size, trainable
-from clipwise.records.displacement import Own, moved, ready, tangents
+from clipwise.records.displacement import Own, moved, ready, tangents, vectors
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import Record, joined
 from clipwise.types import Batch, InputError
@@ -32,7 +32,8 @@ def displaced(capture: Capture, rows: Batch, along: SampleGradients, radius: flo
     units, K consecutive rows share a displacement. What the model keeps in buffers, or detaches from its parameters
     before it meets samples, stays θ's.
     """
-    views = _views(capture, along, rows)
+    parameters = trainable(capture.model)
+    views = _views(parameters, along, rows)
     if not along.samples or (not isinstance(radius, Tensor) and radius == 0):
         return capture(rows)
 
@@ -40,7 +41,7 @@ def displaced(capture: Capture, rows: Batch, along: SampleGradients, radius: flo
         good = norms.isfinite() & (norms > 0)
         return good, torch.where(good, radius / norms, 0.0)  # c_i = r/‖v_i‖
 
-    return capture(rows, _owns(capture, along, scale, views))
+    return capture(rows, _owns(parameters, along, scale, views))
 
 
 def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGradients:
@@ -49,7 +50,8 @@ def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGr
     Edge cases: as for ``displaced``; v_i is not normalised. Attention runs in its plain form, the only one whose
     gradient has a derivative.
     """
-    views = _views(capture, along, rows)
+    parameters = trainable(capture.model)
+    views = _views(parameters, along, rows)
     if not along.samples:
         return capture(rows)
 
@@ -59,7 +61,7 @@ def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGr
 
     records: dict[str, tuple[Record, ...]] = {}
     with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-        found = capture(rows, _owns(capture, along, scale, views), dual=True)
+        found = capture(rows, _owns(parameters, along, scale, views), dual=True)
         for name, own in found.records.items():
             moving = [part for record in own for part in tangents(record)[1]]
             if moving:
@@ -67,18 +69,21 @@ def curvature(capture: Capture, rows: Batch, along: SampleGradients) -> SampleGr
     return SampleGradients(records, found.like, found.samples, found.losses, found.sites)
 
 
-def _views(capture: Capture, along: SampleGradients, rows: Batch) -> int:
+def _views(parameters: Mapping[str, Tensor], along: SampleGradients, rows: Batch) -> int:
     """How many rows share a unit's displacement."""
     count = batch_size(rows)
     if count != along.samples and (not along.samples or count % along.samples):
         raise InputError(f"expected {along.samples} rows, or a multiple, for as many directions; got {count} rows")
-    if tuple(trainable(capture.model)) != along.names:
+    if tuple(parameters) != along.names:
         raise InputError("expected a direction for this model's trainable parameters, got one for other parameters")
     return count // along.samples if along.samples else 1
 
 
 def _owns(
-    capture: Capture, along: SampleGradients, scale: Callable[[Tensor], tuple[Tensor, Tensor]], views: int
+    parameters: Mapping[str, Tensor],
+    along: SampleGradients,
+    scale: Callable[[Tensor], tuple[Tensor, Tensor]],
+    views: int,
 ) -> dict[str, Own]:
     """What each unit has in the parameters' places: θ + c v; ``scale`` makes of norms which v are good, and c."""
     given = SampleGradients({name: own for name, own in along.records.items() if own}, along.like, along.samples)
@@ -87,9 +92,12 @@ def _owns(
     # values may not be asked for while a graph is traced; what is already finite need not be copied
     if type(good) is not Tensor or not bool(good.all()):
         given, prepared = given.masked(good), prepared.masked(good)
+    factors = factors[:, None]
     dual = forward_ad.unpack_dual(factors).tangent is not None
-    parameters = trainable(capture.model)
+    values = {} if dual else vectors(parameters, prepared.records, factors)
     return {
-        name: moved(parameters[name], own, prepared.records[name], factors, views, reuse=not dual)
+        name: Own(views, values[name].requires_grad_)
+        if name in values
+        else moved(parameters[name], own, prepared.records[name], factors, views, reuse=not dual)
         for name, own in given.records.items()
     }

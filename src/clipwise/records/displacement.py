@@ -1,14 +1,15 @@
 """Each unit's own parameters θ + c_i v_i, as far as possible without writing them out.
 
 Receives: a parameter, the records of v_i, and a factor c_i for each unit.
-Gives: Own: products and look-ups by way of the records, and the values themselves where that is cheaper.
+Gives: Own: products and look-ups by way of the records, and the values themselves where that is cheaper; moved: one
+parameter's; vectors: the values of all biases and scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,7 @@ class Own:
     views: int
     make: Callable[[], Tensor]  # the values written out, [unit, *shape], in float32 or better
     records: tuple[Record, ...] = ()  # v, where the values are θ + c v; without records only the values are known
-    factors: Tensor | None = None  # c, [unit]
+    factors: Tensor | None = None  # c, [unit, 1]
     # v of some units, where a layer adds c v's part to θ's own: a convolution on a GPU
     direction: Callable[[int, int], Tensor] | None = None
 
@@ -110,7 +111,7 @@ class Own:
 
     def _scale(self, like: Tensor) -> Tensor:
         assert self.factors is not None
-        return self.factors.to(like.dtype)[:, None, None]
+        return self.factors.to(like.dtype)[:, :, None]
 
 
 def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
@@ -119,22 +120,30 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     A product with T positions by S pairs (a, b) costs T·S·(p + q) in each direction, beside θ's own product; writing
     costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
     Pairs may cost a quarter more, for they take no memory. A table is never written; a convolution's weight is,
-    on a GPU a few units at a time (``apart``).
+    but a large one that is ``apart`` a few units at a time, for each use again.
     """
     records = tuple(widened(r) for r in records)
+    if len(records) == 1 and apart(records[0]):
+        (record,) = records
+        if isinstance(record, Convolution) and record.geometry.shape.numel() <= KEPT:
+            return (Dense(record.written().contiguous()),)
+        return records
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
     spare = len(outers) + sum(isinstance(r, Indexed) for r in records) == len(records)
     if spare and len(outers) == len(records):
         pairs, p, q = sum(r.a.shape[2] for r in outers), outers[0].a.shape[3], outers[0].b.shape[3]
         spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + planner.TRAFFIC) * p * q
-    if spare or (len(records) == 1 and (isinstance(records[0], Dense) or apart(records[0]))):
+    if spare or (len(records) == 1 and isinstance(records[0], Dense)):
         return records
     dense = [r.dense() for r in records]
     return (Dense(sum(dense[1:], dense[0])),)
 
 
+KEPT = 1 << 16  # numbers of a convolution's weight up to which v is written once, for both passes: it takes memory
+
+
 def apart(record: Record) -> bool:
-    """Whether a convolution computes c v's part apart, from a v that is written a few units at a time, or already is.
+    """Whether a convolution computes c v's part apart, from v alone.
 
     On a GPU: a kernel writes v, and a convolution with a weight for each unit is slow there.
     """
@@ -156,8 +165,9 @@ def moved(
 
     ``reuse``: a v that was written for this may be overwritten by it.
     """
-    # what was written to be ready is for the first who asks, and then gone
-    spare = [r for r in prepared if isinstance(r, Dense) and all(r is not known for known in given)]
+    alone = len(prepared) == 1 and apart(prepared[0])
+    # what was written to be ready is for the first who asks, and then gone, unless both passes read it
+    spare = [r for r in prepared if isinstance(r, Dense) and not alone and all(r is not known for known in given)]
     records = () if spare else prepared
 
     def add(value: Tensor, record: Record, c: Tensor, *, free: bool) -> Tensor:
@@ -177,17 +187,36 @@ def moved(
     def direction(start: int, stop: int) -> Tensor:
         (record,) = records
         if isinstance(record, Dense):
-            return record.value[start:stop]
+            return record.value if stop - start == record.samples else record.value[start:stop]
         assert isinstance(record, Convolution)
         return record.rows(start, stop).written()
 
-    return Own(views, make, records, factors, direction if len(records) == 1 and apart(records[0]) else None)
+    return Own(views, make, records, factors, direction if alone else None)
+
+
+def vectors(
+    parameters: Mapping[str, Tensor], prepared: Mapping[str, tuple[Record, ...]], factors: Tensor
+) -> dict[str, Tensor]:
+    """θ + c_i v_i of all biases and scales, [unit, number]: one call, since there are many and they are small."""
+    found = {
+        name: records[0].dense()
+        for name, records in prepared.items()
+        if parameters[name].dim() == 1 and len(records) == 1 and isinstance(records[0], Dense)
+    }
+    if not found:
+        return {}
+    with torch.no_grad():
+        own = [wide(parameters[name]) for name in found]
+        values = torch._foreach_addcmul(own, list(found.values()), [factors] * len(own))
+    return dict(zip(found, values, strict=True))
 
 
 def cut(tensor: Tensor) -> Tensor:
     """The tensor without its history; forward-mode derivatives stay, which ``detach`` would drop."""
     primal, tangent = forward_ad.unpack_dual(tensor)
-    return tensor.detach() if tangent is None else forward_ad.make_dual(primal.detach(), tangent.detach())
+    if tangent is not None:
+        return forward_ad.make_dual(primal.detach(), tangent.detach())
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def tangents(record: Record) -> tuple[Record, tuple[Record, ...]]:

@@ -41,9 +41,10 @@ _QUERIES = frozenset("__get__ size dim numel stride data_ptr is_contiguous is_fl
 class Follow(TorchFunctionMode):
     """Sees every call, knows which tensors are made of parameters alone, and takes composite functions apart."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], owns: Mapping[str, Own] | None = None) -> None:
         super().__init__()
-        self.sources = {id(p): Source(p, frozenset([name])) for name, p in parameters.items()}
+        owns = owns or {}
+        self.sources = {id(p): Source(p, frozenset([name]), own=owns.get(name)) for name, p in parameters.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -261,13 +262,11 @@ class Recorder(Follow):
         owns: Mapping[str, Own] | None = None,
         dual: bool = False,
     ) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, owns)
         self.plan = iter(plan)
         self.tape = Tape(samples, owns or {}, dual)
         # constants that the model made from displaced parameters (detach), with each unit's own
         self.constants: dict[int, tuple[Tensor, Own]] = {}
-        for name, own in self.tape.owns.items():
-            self.sources[id(parameters[name])] = replace(self.sources[id(parameters[name])], own=own)
 
     def other(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call without parameters; what it makes of displaced constants alone is one too."""
@@ -343,6 +342,6 @@ class Recorder(Follow):
                     f"{call.label} got {tensor.shape[rows.dim]} rows for {self.tape.samples} samples, expected "
                     f"{rows.factor} for each; pad samples to one length, or use clipwise.oracle.per_sample"
                 )
-        result = meet(Meeting(self.tape, call, self.sources, args, kwargs))
+        result = meet(Meeting(self.tape, call, self.sources, args, kwargs, given))
         # a tap's output shares its memory with what it taps, and autograd lets nobody write into such a one
         return mapped(result, torch.clone) if call.overwritten else result

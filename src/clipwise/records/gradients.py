@@ -24,6 +24,7 @@ Groups = Sequence[Sequence[str]]  # a partition of the parameters' names
 # norms [sample, group] and which samples are real → weights, and which samples are finite (``step.Rule``)
 FromNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 SMALL = 4096  # numbers of a parameter whose norm or sum takes a GPU less time than a launch
+_Joined = tuple[dict[str, int], Tensor | None]  # sizes of small parameters; their gradients, [sample, number of any]
 
 
 EXPLAINED = """
@@ -59,6 +60,7 @@ class SampleGradients:
     samples: int
     losses: Tensor | None = field(default=None, repr=False)  # private, one per sample
     sites: tuple[Site, ...] = field(default=(), repr=False)
+    _joined: dict[tuple[str, ...], _Joined] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,22 +146,29 @@ class SampleGradients:
 
     def _together(self, names: Sequence[str], weights: Tensor) -> Gradient:
         """On a GPU, the sums of all parameters that are too small for a launch each, by one product."""
-        small = self._small(names)
-        if not small:
+        sizes, rows = self._small(names)
+        if rows is None:
             return {}
-        rows = torch.cat(list(small.values()), 1)
-        totals = (weights.to(rows.dtype) @ rows).split([own.shape[1] for own in small.values()])
-        return {name: total.reshape(self.like[name].shape) for name, total in zip(small, totals, strict=True)}
+        totals = (weights.to(rows.dtype) @ rows).split(list(sizes.values()))
+        return {name: total.view(self.like[name].shape) for name, total in zip(sizes, totals, strict=True)}
 
-    def _small(self, names: Sequence[str]) -> Gradient:
-        """On a GPU, the written gradients of small parameters, [sample, number], where they are of one format."""
-        small: Gradient = {}
-        for name in names:
-            records = self.records.get(name, ())
-            alone = records[0] if len(records) == 1 and self.like[name].numel() <= SMALL else None
-            if isinstance(alone, Dense) and alone.value.is_cuda:
-                small[name] = wide(alone.value).reshape(self.samples, self.like[name].numel())
-        return small if len({value.dtype for value in small.values()}) == 1 else {}
+    def _small(self, names: Sequence[str]) -> _Joined:
+        """On a GPU, the written gradients of small parameters, where they are of one format.
+
+        Put side by side once: norms and every weighted sum read the same rows.
+        """
+        key = tuple(names)
+        if key not in self._joined:
+            small: Gradient = {}
+            for name in names:
+                records = self.records.get(name, ())
+                alone = records[0] if len(records) == 1 and self.like[name].numel() <= SMALL else None
+                if isinstance(alone, Dense) and alone.value.is_cuda:
+                    small[name] = wide(alone.value).reshape(self.samples, self.like[name].numel())
+            same = len({value.dtype for value in small.values()}) == 1
+            sizes = {name: own.shape[1] for name, own in small.items()} if same else {}
+            self._joined[key] = sizes, torch.cat(list(small.values()), 1) if same else None
+        return self._joined[key]
 
     def materialise(self) -> Gradient:
         """v_i written out: [sample, *shape] for each parameter."""
@@ -186,9 +195,9 @@ class SampleGradients:
         return "\n".join(lines)
 
     def _sq_norms(self, names: Sequence[str]) -> Tensor:
-        small = self._small(names)
-        own = [self._own(name) for name in names if name not in small]
-        parts = [Dense(torch.cat(list(small.values()), 1)).sq_norm()] if small else []
+        sizes, rows = self._small(names)
+        own = [self._own(name) for name in names if name not in sizes]
+        parts = [] if rows is None else [Dense(rows).sq_norm()]
         parts += sq_norms([record for records in own for record in records])
         if not parts:
             return self._zeros()
@@ -235,7 +244,7 @@ def _tuned(form: Form) -> str:
 
 def widest(values: Iterable[Tensor]) -> torch.dtype:
     """The format that holds all of these, and float32."""
-    return functools.reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
+    return functools.reduce(torch.promote_types, {value.dtype for value in values}, torch.float32)
 
 
 def from_dense(gradients: Gradient, like: Mapping[str, Tensor]) -> SampleGradients:

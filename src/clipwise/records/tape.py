@@ -126,6 +126,7 @@ class Tape:
     leaves: list[Tensor] = field(default_factory=list)
     wants: list[tuple[Source, Callable[[Tensor], Record]]] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
+    zeros: dict[Any, Tensor] = field(default_factory=dict)  # one for all taps of a format: on a GPU each is a launch
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], wants: Sequence[Want]) -> Tensor:
         """The output with taps attached; ``inputs`` are what the rules read."""
@@ -135,12 +136,18 @@ class Tape:
             for want in wants:
                 self.leaf(zero, want.source, lambda b, want=want: want.finish(want.rule(b, *detached)))  # type: ignore[misc]
             return output + zero
-        taps = [output.new_zeros((), dtype=w.dtype).expand(tuple(w.shape)).requires_grad_() for w in wants]
+        taps = [self._zero(output, w.dtype).expand(tuple(w.shape)).requires_grad_() for w in wants]
         for tap, want in zip(taps, wants, strict=True):
             self.leaf(tap, want.source, want.finish)
         rules = tuple((w.rule, w.spare) for w in wants)
         tapped: Tensor = _Tap.apply(output, rules, len(inputs), *detached, *taps)  # type: ignore[no-untyped-call]
         return tapped
+
+    def _zero(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        key = dtype, like.device
+        if key not in self.zeros:
+            self.zeros[key] = like.new_zeros((), dtype=dtype)
+        return self.zeros[key]
 
     def leaf(self, tensor: Tensor, source: Source, finish: Callable[[Tensor], Record]) -> Tensor:
         """A tensor whose gradient becomes a record of ``source``."""

@@ -6,7 +6,6 @@ Gives: the output, tapped so that the weight's record is the input beside b or, 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipwise.records import planner
 from clipwise.records.displacement import Own, cut
+from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Convolution, Dense, Geometry, full_precision, wide, wide_format
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, identity, seen_format
@@ -47,7 +46,7 @@ def convolution(
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
     run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
-    own = _apart(m, x, weight, geometry)
+    own = _apart(m, weight, geometry)
     if own is None:
         output = _kernel(m, x, weight, bias, groups, run)
     else:
@@ -144,27 +143,21 @@ def _diagonal(values: Tensor, share: int) -> Tensor:
     return blocks.flatten(3, 4).flatten(1, 2)
 
 
+WRITTEN = 1 << 28  # numbers of a layer's weights and patches at a time, half a gigabyte in half precision
 PIECES = 2  # at most: a GPU's small convolutions take no longer than their launches
 
 
-def _apart(m: Meeting, x: Tensor, weight: Tensor, geometry: Geometry) -> Own | None:
-    """Each unit's own weight where θ's part of the convolution and the displacement's are computed apart.
-
-    Not where all units' weights take less memory than their images: then one convolution is faster than patches, unless
-    its channels are too few to share a group.
-    """
+def _apart(m: Meeting, weight: Tensor, geometry: Geometry) -> Own | None:
+    """Each unit's own weight where θ's part of the convolution and the displacement's are computed apart."""
     own = m.own(weight)
-    if own is None or own.direction is None or geometry.groups > 1 or len(geometry.stride) > 2 or m.tape.dual:
-        return None
-    share = _share(x, weight.shape)
-    images = own.views * (x.shape[1:].numel() + weight.shape[0] * _out(x, geometry).numel())
-    return None if share > 1 and share * weight.numel() < images else own
+    plain = geometry.groups == 1 and len(geometry.stride) <= 2
+    return own if own is not None and own.direction is not None and plain and not m.tape.dual else None
 
 
 class _Displacement(torch.autograd.Function):
     """The convolution of x with c v, a product with patches: [image, channel, *space], in the format of x.
 
-    v is written once more for the backward pass, and nothing is kept for it.
+    Nothing but v is kept for the backward pass; a v too large for that is written once more.
     """
 
     @staticmethod
@@ -174,11 +167,11 @@ class _Displacement(torch.autograd.Function):
         ctx.own, ctx.geometry, ctx.views, ctx.step, ctx.like = own, geometry, views, step, (x.shape, x.dtype)
 
         def piece(images: Tensor, start: int) -> Tensor:
-            v, c = _direction(own, start, start + len(images) // views, x.dtype)
-            y = (v @ _patches(images.to(v.dtype), geometry, views, out)).mul_(c)
-            return _images(y.to(x.dtype), views)
+            v = _direction(own, start, start + len(images) // views, x.dtype)
+            return _images(torch.bmm(v, _patches(images.to(v.dtype), geometry, views)), views)
 
-        return _pieces(x, step * views, lambda images, row: piece(images, row // views)).unflatten(2, out)
+        y = _pieces(x, step * views, lambda images, row: piece(images, row // views))
+        return _scale_(y, own).to(x.dtype).unflatten(2, out)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -190,34 +183,40 @@ class _Displacement(torch.autograd.Function):
         sizes = [(*(rest,) * line, *size) for rest, size in plain]
 
         def piece(b: Tensor, start: int) -> Tensor:
-            b = b.unflatten(0, (-1, views)).transpose(1, 2).flatten(2)  # [unit, channel, view · position]
-            v, c = _direction(ctx.own, start, start + len(b), dtype)
-            back = (v.mT @ b.to(v.dtype)).mul_(c)
-            return F.fold(_images(back, views), *sizes).to(dtype)
+            v = _direction(ctx.own, start, start + len(b) // views, dtype)
+            return F.fold(_images(torch.bmm(v.mT, _by_unit(b.to(v.dtype), views)), views), *sizes)
 
         with full_precision(gradients[0]):
-            b = gradients[0].flatten(2)
-            x = _pieces(b, ctx.step * views, lambda b, row: piece(b, row // views))
+            x = _pieces(gradients[0].flatten(2), ctx.step * views, lambda b, row: piece(b, row // views))
+            x = _scale_(x, ctx.own).to(dtype)
         return (x.reshape(shape), *(None,) * 3)
 
 
-def _direction(own: Own, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """v [unit, channel, p] and c [unit, 1, 1] of some units: v in the format of x where that is its own, else wide."""
-    assert own.direction is not None and own.factors is not None
+def _direction(own: Own, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    """v [unit, channel, p] of some units: in the format of x where that is its own, else wide."""
+    assert own.direction is not None
     v = own.direction(start, stop).flatten(2)
-    return v if v.dtype == dtype else wide(v), own.factors[start:stop, None, None]
+    return v if v.dtype == dtype else wide(v)
+
+
+def _scale_(images: Tensor, own: Own) -> Tensor:
+    """The images [image, …] times their units' c, in place."""
+    assert own.factors is not None
+    images.view(len(own.factors), -1).mul_(own.factors)
+    return images
 
 
 def _pieces(rows: Tensor, size: int, function: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The function of so many rows at a time, which also learns where they begin, put together again."""
-    parts = [function(part, i * size) for i, part in enumerate(rows.split(size))]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if size >= len(rows):
+        return function(rows, 0)
+    return torch.cat([function(part, i * size) for i, part in enumerate(rows.split(size))])
 
 
 def _step(units: int, geometry: Geometry, positions: int) -> int:
     """How many units' weights and patches are written at a time."""
     floats = geometry.shape[1:].numel() * (geometry.shape[0] + positions)
-    return max(planner.stream_floats(cuda=False) // floats, -(-units // PIECES))
+    return max(WRITTEN // floats, -(-units // PIECES))
 
 
 def _out(x: Tensor, g: Geometry) -> torch.Size:
@@ -226,15 +225,24 @@ def _out(x: Tensor, g: Geometry) -> torch.Size:
     return torch.Size([(n + 2 * pad - spread * (k - 1) - 1) // step + 1 for n, k, step, pad, spread in sizes])
 
 
-def _patches(x: Tensor, geometry: Geometry, views: int, out: torch.Size) -> Tensor:
+def _patches(x: Tensor, g: Geometry, views: int) -> Tensor:
     """What each output position sees, [unit, p, view · position]."""
-    images = x.unflatten(0, (-1, views))
-    shape_only = x.new_zeros(()).expand(*images.shape[:2], geometry.shape[0], *out)
-    return Convolution(images, shape_only, geometry).unfolded().a[:, 0].mT
+    x = F.pad(x, [pad for size in reversed(g.padding) for pad in (size, size)])
+    space = len(g.stride)
+    for axis, (size, step, spread) in enumerate(zip(g.shape[2:], g.stride, g.dilation, strict=True)):
+        x = x.unfold(2 + axis, spread * (size - 1) + 1, step)
+        x = x[..., ::spread] if spread > 1 else x
+    x = x.movedim(tuple(range(2, 2 + space)), tuple(range(2 + space, 2 + 2 * space)))  # [image, channel, *kernel, *out]
+    return _by_unit(x.reshape(len(x), g.shape[1:].numel(), -1), views)
+
+
+def _by_unit(y: Tensor, views: int) -> Tensor:
+    """[image, channel, position] → [unit, channel, view · position]."""
+    return y if views == 1 else y.unflatten(0, (-1, views)).transpose(1, 2).flatten(2)
 
 
 def _images(y: Tensor, views: int) -> Tensor:
-    """[unit, channel, view · position] → [image, channel, position]."""
+    """The inverse."""
     return y if views == 1 else y.unflatten(2, (views, -1)).transpose(1, 2).flatten(0, 1)
 
 
@@ -250,7 +258,7 @@ def _convolved(
             conv = Convolution(b, x, geometry) if transposed else Convolution(x, b, geometry)
             return conv if factor == 1 else conv.merged(factor)  # several images of one sample are one unit
 
-        likely = record(x, output.detach())
+        likely = record(x, output)
         form = likely.counted if source.name is None else likely.form  # what is always written need not be measured
         if m.tape.writes(form, source):
             kept = source.name is not None  # what goes on through a Jacobian keeps its digits
@@ -259,11 +267,18 @@ def _convolved(
             wants.append(Want(source, (n, *geometry.shape), dtype, lambda b, x: write(record(x, b)), Dense))
             saved = [x]
         else:
-            wants.append(Want(source, output.shape, output.dtype, identity, functools.partial(record, x)))
+            pair = lambda b: record(_as_read(x), _as_read(b))  # noqa: E731 (once, for the norm and every sum)
+            wants.append(Want(source, output.shape, output.dtype, identity, pair))
         m.tape.site([source], m.call.label, form)
     channels = output.shape[1]
     keep = lambda b: wide(b).flatten(2).sum(2).reshape(n, factor, channels).sum(1)  # noqa: E731
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, m.out, keep)])
+
+
+def _as_read(images: Tensor) -> Tensor:
+    """As kernels read images on a GPU, channels last; a compiler sees to that by itself."""
+    by_kernel = images.is_cuda and images.dtype in HALF and images.dim() == 4 and type(images) is Tensor
+    return images.contiguous(memory_format=torch.channels_last) if by_kernel else images
 
 
 def _tuple(value: int | Sequence[int], length: int) -> tuple[int, ...]:

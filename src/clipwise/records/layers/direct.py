@@ -18,7 +18,7 @@ from clipwise.records.displacement import Own, cut
 from clipwise.records.kinds import Dense, Record, wide
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, sources
-from clipwise.records.tape import Source, mapped, tensors, vmapped
+from clipwise.records.tape import Source, mapped, vmapped
 
 _ARITHMETIC = "add sub mul div true_divide pow maximum minimum where lerp floor_divide subtract multiply divide".split()
 ELEMENTWISE = frozenset(
@@ -30,7 +30,7 @@ REPEATING = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile"})
 
 def elementwise(m: Meeting) -> Tensor:
     """Arithmetic with broadcasting (x + position table, x * scale): the parameter enters once per sample."""
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors(m.args, m.kwargs)))
+    shape = torch.broadcast_shapes(*(t.shape for t in m.given))
     spread = functools.partial(_spread, m, dimensions=len(shape))
     m.tape.site(sources(m), m.call.label, None)
     result: Tensor = m.call.function(*mapped(m.args, spread), **mapped(m.kwargs, spread))

@@ -16,18 +16,27 @@ from torch import Tensor
 from clipwise.records.displacement import Own
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Dense, wide, wide_format
-from clipwise.records.tape import Call, Rows, Source, Tape, Want, tensors
+from clipwise.records.tape import Call, Rows, Source, Tape, Want
 from clipwise.types import Refused
 
 
 class Meeting:
     """One call under way: its tape, its sources, and where its tensors hold samples."""
 
-    def __init__(self, tape: Tape, call: Call, sources: dict[int, Source], args: tuple[Any, ...], kwargs: Any) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        call: Call,
+        sources: dict[int, Source],
+        args: tuple[Any, ...],
+        kwargs: Any,
+        given: Sequence[Tensor],
+    ) -> None:
         self.tape, self.call, self.args, self.kwargs = tape, call, args, kwargs
+        self.given = given  # the tensors among the arguments
         self._sources = sources
         self._cast = list[Tensor]()
-        self._rows = {id(t): rows for t, rows in zip(tensors(args, kwargs), call.arguments, strict=True)}
+        self._rows = {id(t): rows for t, rows in zip(given, call.arguments, strict=True)}
 
     @property
     def samples(self) -> int:
@@ -66,8 +75,7 @@ class Meeting:
     @property
     def half(self) -> torch.dtype | None:
         """The half precision of displaced arguments, if they have one: a displacement would be rounded away in it."""
-        given = tensors(self.args, self.kwargs)
-        return next((t.dtype for t in given if t.dtype in HALF and self.own(t) is not None), None)
+        return next((t.dtype for t in self.given if t.dtype in HALF and self.own(t) is not None), None)
 
     def each(self, argument: Tensor) -> Tensor:
         """What each sample has in a parameter's place, [sample, *shape]: its own, or the same without any copy."""
@@ -80,12 +88,15 @@ class Meeting:
     def narrowed(self, result: Tensor) -> Tensor:
         """What an operation gives in the format that it would have without displacement, computed in a wider one."""
         half = self.half
-        others = (t.dtype for t in tensors(self.args, self.kwargs) if t.dim() and t.is_floating_point())
+        others = (t.dtype for t in self.given if t.dim() and t.is_floating_point())
         return result if half is None or any(dtype != half for dtype in others) else result.to(half)
 
     def placed(self, values: Tensor, dimensions: int) -> Tensor:
         """Values [sample, *shape] broadcast to so many dimensions, with samples where the output holds them."""
         out, sizes = self.out, values.shape[1:]
+        if out == Rows(0, 1) and len(sizes) < dimensions:
+            ones = (1,) * (dimensions - 1 - len(sizes))
+            return values.reshape(len(values), *ones, *sizes) if ones else values
         values = values.reshape(len(values), *(1,) * (dimensions - len(sizes)), *sizes).movedim(0, out.dim)
         spread = list(values.shape)  # [..., sample, 1, ...]
         spread[out.dim + 1] = out.factor
@@ -111,7 +122,7 @@ class Meeting:
 
 def sources(m: Meeting) -> list[Source]:
     """The sources among a call's arguments."""
-    return [s for t in tensors(m.args, m.kwargs) if (s := m.source(t)) is not None]
+    return [s for t in m.given if (s := m.source(t)) is not None]
 
 
 def mixing(operation: str) -> str:
