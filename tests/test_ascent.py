@@ -353,7 +353,7 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     assert off(displaced(capture, batch, along, RADIUS).materialise(), plain) < 1e-9
 
 
-@pytest.mark.parametrize("kept", [0, displacement.KEPT], ids=["written for each use", "written once"])
+@pytest.mark.parametrize("kept", [0, math.inf], ids=["written for each use", "written once"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -370,7 +370,7 @@ def test_units_may_share_a_group_of_a_convolution(name: str, share: int, monkeyp
     ],
 )
 def test_a_convolutions_weights_may_be_written_a_few_units_at_a_time(
-    name: str, kept: int, monkeypatch: pytest.MonkeyPatch
+    name: str, kept: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As they are on a GPU; some of several views each, some written already, and curvature, which does not."""
     capture, batch, along = recorded(name)
@@ -434,7 +434,6 @@ def test_a_convolutions_large_weights_are_neither_kept_nor_all_written_at_once(m
     with Largest() as before:
         expected = displaced(capture, batch, along, RADIUS)
     monkeypatch.setattr(displacement, "apart", lambda record: isinstance(record, Convolution))
-    monkeypatch.setattr(displacement, "KEPT", model[2].weight.numel() - 1)
     monkeypatch.setattr(convolutions, "WRITTEN", 1)
     with Largest() as largest:
         found = displaced(capture, batch, along, RADIUS)

@@ -272,6 +272,11 @@ class _Loop:
         state = self.folder.checkpoint()
         self._refuse_another(state)
         ledger = self.folder.ledger()  # what was spent before is in it
+        if "recorded" not in state:
+            raise InputError(
+                f"the run in {self.folder.path} was begun with an earlier version of clipwise, which did not keep what "
+                "its ledger must hold: resume it with that version, or make a new run with spent=its ledger"
+            )
         if lost := _counts(state["recorded"]) - _counts(ledger.as_dict()["totals"]):
             raise Refused(
                 f"the ledger in {self.folder.path} holds {ledger.releases} releases, and lacks {lost.total()} of the "

@@ -120,12 +120,12 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     A product with T positions by S pairs (a, b) costs T·S·(p + q) in each direction, beside θ's own product; writing
     costs S·p·q once, and then θ's own product is not needed. T is taken to be S: the second pass is like the first.
     Pairs may cost a quarter more, for they take no memory. A table is never written; a convolution's weight is,
-    but a large one that is ``apart`` a few units at a time, for each use again.
+    but one that is ``apart`` and takes more memory than its record a few units at a time, for each use again.
     """
     records = tuple(widened(r) for r in records)
     if len(records) == 1 and apart(records[0]):
         (record,) = records
-        if isinstance(record, Convolution) and record.geometry.shape.numel() <= KEPT:
+        if isinstance(record, Convolution) and record.samples * record.geometry.shape.numel() <= KEPT * record.numel:
             return (Dense(record.written().contiguous()),)
         return records
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
@@ -139,7 +139,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     return (Dense(sum(dense[1:], dense[0])),)
 
 
-KEPT = 1 << 16  # numbers of a convolution's weight up to which v is written once, for both passes: it takes memory
+KEPT = 1  # times a convolution's record up to which v is written once, for both passes: it takes memory
 
 
 def apart(record: Record) -> bool:

@@ -59,6 +59,11 @@ class Convolution:
         return self.x.shape[0]
 
     @property
+    def numel(self) -> int:
+        """How many numbers the record holds."""
+        return self.x.numel() + self.b.numel()
+
+    @property
     def probes(self) -> int:
         """How many images a unit has."""
         return self.x.shape[1] if self.x.dim() == 3 + len(self.geometry.stride) else 1
