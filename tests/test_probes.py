@@ -222,6 +222,25 @@ def test_batch_clipping_normalises_a_sample_with_its_companions_only() -> None:
         close(v, expected, rtol=1e-5, atol=1e-8)
 
 
+def test_batch_clipping_predicts_by_the_majority_over_draws_of_companions() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    public, (x, _) = torch.randn(20, 3, dtype=torch.float64), data(rows=30)
+    model = models.Accompanied(net, public, companions=3, draws=9)  # odd, so that two classes do not tie
+    theta, literal = Plain(model).theta, naive.batch_norm_network(4, 2)
+    model.eval()
+    torch.manual_seed(1)
+    shares = model(x).exp()
+    torch.manual_seed(1)
+    drawn = [public[torch.randint(20, (30, 3))].numpy() for _ in range(9)]
+    for i, row in enumerate(x.numpy()):
+        votes = [naive.batch_clipping_output(theta, row, one[i], literal).argmax() for one in drawn]
+        assert int(shares[i].argmax()) == naive.batch_clipping_vote(theta, row, [one[i] for one in drawn], literal)
+        close(shares[i], (np.bincount(votes, minlength=2) + 0.5) / 10, rtol=1e-6)
+    assert ((shares > 0.1) & (shares < 0.9)).any(), "some draws disagree"
+    assert models.Accompanied(net, public, 3).draws == 10  # the paper's
+
+
 # ── a whole run: θ_0 … θ_T ───────────────────────────────────────────────────────────────────────────────────────────
 
 
