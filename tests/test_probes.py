@@ -278,6 +278,30 @@ def test_inner_momentum_through_training(plain: Plain) -> None:
     close(trajectory(cw.inner_momentum(cw.flat(0.6), 2, 0.5), 5, plain.model, data()), expected, **LOOSE)
 
 
+def test_an_earlier_iterate_has_its_own_past(plain: Plain) -> None:
+    def inner_disk(iterates: list[Array], sample: Any) -> Array:
+        moved = iterates[-1] - iterates[-2] if len(iterates) > 1 else np.zeros_like(iterates[-1])
+        return naive.disk_gradient(iterates[-1], moved, sample, plain.grad, 0.6, 0.5)
+
+    def inner_momentum(iterates: list[Array], sample: Any) -> Array:
+        return naive.inner_momentum(iterates, sample, plain.grad, 0.4, 1)
+
+    for text, base in (
+        ("disk(flat(0.5), gain=0.6)", inner_disk),
+        ("inner_momentum(flat(0.5), 1, 0.4)", inner_momentum),
+    ):
+
+        def term(iterates: list[Array], _: Array | None, sample: Any, base: Any = base) -> Array:
+            weights = [0.5**back for back in range(min(2, len(iterates) - 1) + 1)]
+            terms = [w * base(iterates[: len(iterates) - back], sample) for back, w in enumerate(weights)]
+            return sum(terms) / sum(weights)
+
+        again = Plain(network())
+        expected = descended(again, data(), 5, term, 0.5)
+        found = trajectory(f"inner_momentum({text}, horizon=2, decay=0.5)", 5, again.model, data())
+        close(found, expected, **LOOSE)
+
+
 def test_dp_sat_through_training(plain: Plain) -> None:
     def term(iterates: list[Array], released: Array | None, sample: Any) -> Array:
         return plain.grad(naive.dp_sat_point(iterates[-1], released, 0.3), sample)
