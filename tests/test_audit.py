@@ -524,25 +524,30 @@ def test_a_regressions_run_is_audited_too(tmp_path: Path, capsys: pytest.Capture
     assert set(json.loads(capsys.readouterr().out)["membership"]) == {"logistic", "likelihood ratio"}
 
 
-@pytest.mark.parametrize("method", ["p_average(flat(1.0))", "batch_clipping(flat(1.0))", "dice(flat(1.0), 0.01)"])
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [("p_average(flat(1.0))", "mlp"), ("batch_clipping(flat(1.0))", "resnet20_bn"), ("dice(flat(1.0), 0.01)", "mlp")],
+)
 def test_runs_of_methods_with_units_companions_or_feedback_are_audited_too(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = str(tmp_path / "run")
+    folder, draw = str(tmp_path / "run"), np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", x=draw.normal(size=(200, 1, 2, 2)), y=np.arange(200) % 3)
     few = [
         "--noise-multiplier",
         "3",
         "--steps",
         "1",
         "--batch",
-        "1438",
+        "160",
         "--folder",
         folder,
         "--quiet",
         "--public",
-        "50",
+        "5",
     ]
-    assert main(["train", "--data", "digits", "--model", "mlp", "--method", method, *few]) == 0
+    data = f"npz:{tmp_path / 'data.npz'}"
+    assert main(["train", "--data", data, "--model", model, "--method", method, *few]) == 0
     assert main(["audit", folder, *FEW]) == 0
     assert "one run (retrained)" in capsys.readouterr().out
 

@@ -299,9 +299,18 @@ def test_the_seed_fixes_the_first_weights_and_not_the_noise() -> None:
 
 
 def test_samples_that_are_taken_as_public_are_not_said_to_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(small("--method", "batch_clipping(flat(1.0), companions=2)", "--public", "6", steps=1)) == 0
+    saved(x=np.random.RandomState(0).rand(100, 1, 2, 2), y=np.arange(100) % 3)
+    words = ["--method", "batch_clipping(flat(1.0), companions=2)", "--public", "6"]
+    assert main(small(*words, "--model", "resnet20_bn", "--no-self-test", steps=1)) == 0
     assert "of 14 evaluation samples" in " ".join((shown := capsys.readouterr().out).split())
     assert ", 1 step" in shown and "1 steps" not in shown
+
+
+def test_batch_clipping_names_a_network_with_batchnorm_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line(capsys, small("--method", "batch_clipping(companions=2)", "--public", "6"))
+    assert "write one with it, such as --model resnet20_bn" in line
+    saved(x=np.random.RandomState(0).rand(100, 1, 2, 2), y=np.arange(100) % 3)
+    assert "(BatchNorm2d) normalises with the batch's own" in one_line(capsys, small("--model", "resnet20_bn"))
 
 
 def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

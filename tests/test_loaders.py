@@ -388,6 +388,16 @@ def test_a_folder_of_reviews_without_files_is_an_error(tmp_path: Path) -> None:
     refused(f"imdb:{tmp_path}", "must have .txt files in")
 
 
+def test_reviews_in_one_file_are_answered_by_the_line_to_write_which_works(tmp_path: Path) -> None:
+    lines = [("not good", "negative"), ("good", "positive")] * 5
+    (tmp_path / "r.csv").write_text("review,sentiment\n" + "".join(f"{a},{b}\n" for a, b in lines))
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps({"review": a, "sentiment": b}) + "\n" for a, b in lines))
+    for file in ("r.csv", "r.jsonl"):
+        message = refused(f"imdb:{tmp_path / file}", "is a file: write ")
+        x, y = every(load(message.split("write '")[1].split("', with")[0]).train)
+        assert set(zip((x != 0).sum(1).tolist(), y.tolist(), strict=True)) == {(2, 0), (1, 1)}
+
+
 # ------------------------------------------------------------------------------------------------------------- tables
 
 TABLE = """age, pay ,town,kind,note,answer

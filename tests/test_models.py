@@ -30,7 +30,8 @@ from clipwise.types import InputError
 SMALL = {"mlp": (2, 5), "vit_small": (3, 32, 32), "resnet9": (3, 16, 16)}
 OPTIONS = {"vit_small": "vit_small(depth=1)", "gpt2_small": "gpt2_small(depth=1)"}
 # depths of one family are the same code: the deep ones are built and counted, the shallow ones tried
-SHALLOW = [name for name in MODELS if not name.startswith(("resnet26", "resnet32", "resnet44", "resnet56", "wrn_40"))]
+DEEP = ("resnet26", "resnet32", "resnet44", "resnet56", "wrn_40")
+SHALLOW = [name for name in MODELS if not name.startswith(DEEP) and not name.endswith("_bn")]  # _bn: see Accompanied
 
 
 def needed(name: str) -> None:
@@ -299,11 +300,27 @@ def enhanced_resnet(values: Iterator[Tensor], blocks: tuple[int, ...], x: Tensor
     return features @ next(values).T + next(values)
 
 
-def published_resnet(values: Iterator[Tensor], blocks: tuple[int, ...], x: Tensor) -> Tensor:
-    """He et al. 2016, §4.2, with GroupNorm in BatchNorm's place."""
+def over_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """BatchNorm of [row, channel, …] by these rows' own statistics."""
+    centred = x - x.mean((0, 2, 3), keepdim=True)
+    y = centred / (centred.square().mean((0, 2, 3), keepdim=True) + 1e-5).sqrt()
+    return y * weight[:, None, None] + bias[:, None, None]
+
+
+def in_four_groups(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return normalised(x, 4, weight, bias)
+
+
+def published_resnet(
+    values: Iterator[Tensor],
+    blocks: tuple[int, ...],
+    x: Tensor,
+    norm: Callable[[Tensor, Tensor, Tensor], Tensor] = in_four_groups,
+) -> Tensor:
+    """He et al. 2016, §4.2, with GroupNorm in BatchNorm's place unless ``norm`` says otherwise."""
 
     def conv(x: Tensor, stride: int = 1) -> Tensor:
-        return normalised(F.conv2d(x, next(values), stride=stride, padding=1), 4, next(values), next(values))
+        return norm(F.conv2d(x, next(values), stride=stride, padding=1), next(values), next(values))
 
     x = conv(x).relu()
     for stage, width in enumerate((16, 32, 64)):
@@ -375,6 +392,36 @@ def test_a_network_computes_what_its_paper_says(name: str) -> None:
     values = iter([parameter.detach() for parameter in model.parameters()])
     assert torch.allclose(model(inputs), EQUATIONS[name](values, inputs), rtol=1e-9, atol=1e-9)
     assert next(values, None) is None
+
+
+def accompanied(companions: int) -> tuple[nn.Module, Tensor]:
+    """resnet20_bn in float64 with numbers that hide nothing, and three units of one sample and its companions."""
+    model, public = doubled("resnet20_bn", 5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    units = torch.randn(3, 1 + companions, 3, 8, 8, dtype=torch.float64)
+    return models.Accompanied(model, public, companions), units
+
+
+def test_the_network_with_batchnorm_is_the_published_one_over_a_sample_and_its_companions() -> None:
+    model, units = accompanied(companions=2)
+    for unit, logits in zip(units, model(units), strict=True):
+        values = iter([parameter.detach() for parameter in model.parameters()])
+        assert torch.allclose(logits, published_resnet(values, (3, 3, 3), unit, over_rows)[0], rtol=1e-8, atol=1e-9)
+
+
+def test_per_sample_gradients_of_the_network_with_batchnorm_are_the_oracle_s_without_a_fallback() -> None:
+    model, units = accompanied(companions=2)
+    batch = (units, torch.arange(3))
+    fast, slow = (engine(model, cw.cross_entropy, batch) for engine in (cw.per_sample, cw.oracle.per_sample))
+    assert torch.allclose(fast.norms(), slow.norms(), rtol=1e-8)
+    assert fast.fallbacks == fast.unused == ()
+
+
+def test_companions_are_refused_for_a_network_in_which_they_change_nothing() -> None:
+    with pytest.raises(InputError, match="change nothing in a network without BatchNorm.* --model resnet20_bn"):
+        models.Accompanied(resnet20_gn(), torch.randn(4, 3, 8, 8), 2)
 
 
 @pytest.mark.parametrize("name", ["gru", "gru_enhanced"])

@@ -222,6 +222,25 @@ def test_batch_clipping_normalises_a_sample_with_its_companions_only() -> None:
         close(v, expected, rtol=1e-5, atol=1e-8)
 
 
+def test_batch_clipping_predicts_by_the_majority_over_draws_of_companions() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    public, (x, _) = torch.randn(20, 3, dtype=torch.float64), data(rows=30)
+    model = models.Accompanied(net, public, companions=3, draws=9)  # odd, so that two classes do not tie
+    theta, literal = Plain(model).theta, naive.batch_norm_network(4, 2)
+    model.eval()
+    torch.manual_seed(1)
+    shares = model(x).exp()
+    torch.manual_seed(1)
+    drawn = [public[torch.randint(20, (30, 3))].numpy() for _ in range(9)]
+    for i, row in enumerate(x.numpy()):
+        votes = [naive.batch_clipping_output(theta, row, one[i], literal).argmax() for one in drawn]
+        assert int(shares[i].argmax()) == naive.batch_clipping_vote(theta, row, [one[i] for one in drawn], literal)
+        close(shares[i], (np.bincount(votes, minlength=2) + 0.5) / 10, rtol=1e-6)
+    assert ((shares > 0.1) & (shares < 0.9)).any(), "some draws disagree"
+    assert models.Accompanied(net, public, 3).draws == 10  # the paper's
+
+
 # ── a whole run: θ_0 … θ_T ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -257,6 +276,30 @@ def descended(
 def test_inner_momentum_through_training(plain: Plain) -> None:
     expected = descended(plain, data(), 5, lambda it, _, s: naive.inner_momentum(it, s, plain.grad, 0.5, 2), 0.6)
     close(trajectory(cw.inner_momentum(cw.flat(0.6), 2, 0.5), 5, plain.model, data()), expected, **LOOSE)
+
+
+def test_an_earlier_iterate_has_its_own_past(plain: Plain) -> None:
+    def inner_disk(iterates: list[Array], sample: Any) -> Array:
+        moved = iterates[-1] - iterates[-2] if len(iterates) > 1 else np.zeros_like(iterates[-1])
+        return naive.disk_gradient(iterates[-1], moved, sample, plain.grad, 0.6, 0.5)
+
+    def inner_momentum(iterates: list[Array], sample: Any) -> Array:
+        return naive.inner_momentum(iterates, sample, plain.grad, 0.4, 1)
+
+    for text, base in (
+        ("disk(flat(0.5), gain=0.6)", inner_disk),
+        ("inner_momentum(flat(0.5), 1, 0.4)", inner_momentum),
+    ):
+
+        def term(iterates: list[Array], _: Array | None, sample: Any, base: Any = base) -> Array:
+            weights = [0.5**back for back in range(min(2, len(iterates) - 1) + 1)]
+            terms = [w * base(iterates[: len(iterates) - back], sample) for back, w in enumerate(weights)]
+            return sum(terms) / sum(weights)
+
+        again = Plain(network())
+        expected = descended(again, data(), 5, term, 0.5)
+        found = trajectory(f"inner_momentum({text}, horizon=2, decay=0.5)", 5, again.model, data())
+        close(found, expected, **LOOSE)
 
 
 def test_dp_sat_through_training(plain: Plain) -> None:

@@ -302,12 +302,12 @@ def test_public_inputs_that_are_private_ones_are_refused(private: bool) -> None:
 
 
 def test_rows_of_one_s_own_file_that_are_taken_as_public_are_said_to_be_in_the_model_s_file(tmp_path: Path) -> None:
-    np.savez(tmp_path / "own.npz", x=X.numpy(), y=Y.numpy())
+    np.savez(tmp_path / "own.npz", x=X.reshape(-1, 1, 2, 3).numpy(), y=Y.numpy())
     config = TrainConfig(
-        data=f"npz:{tmp_path / 'own.npz'}", model="mlp", method="batch_clipping(companions=2)", public=5
+        data=f"npz:{tmp_path / 'own.npz'}", model="resnet20_bn", method="batch_clipping(companions=2)", public=5
     )
     with pytest.warns(UserWarning, match="--public 5 takes so many rows of your own file as public"):
-        network(config, splits_for(config, "mlp"))
+        network(config, splits_for(config, "resnet20_bn"))
 
 
 def test_a_report_says_which_runs_it_leaves_out(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The engine that a method's probe sees: gradients of a chunk's samples, at the points that it asks for.
 
 Receives: a capture (model and loss), what is public (earlier iterates, the last release, public inputs), and a seed.
-Gives: ChunkEngine, which satisfies ``methods.Engine``; ``at``, ``displaced`` and ``curved`` are the same engine
-elsewhere; one_by_one, for a user's own views.
+Gives: ChunkEngine, which satisfies ``methods.Engine``; ``at``, ``back``, ``displaced`` and ``curved`` are the same
+engine elsewhere; one_by_one, for a user's own views.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class ChunkEngine:
     def at(self, parameters: Gradient) -> ChunkEngine:
         """The same at another point, made of released values only."""
         return replace(self, point=parameters)
+
+    def back(self, steps: int) -> ChunkEngine:
+        """The same at θ_{t − steps}, whose past is what was before it."""
+        return replace(self, point=self.past[steps - 1], past=self.past[steps:])
 
     def displaced(self, along: SampleGradients, radius: float) -> ChunkEngine:
         """The same at θ + radius · v_i/‖v_i‖."""

@@ -6,6 +6,7 @@ Gives: for each experiment a folder with results.json, a plot and the runs; a ta
 
 from __future__ import annotations
 
+import re
 import time
 import tomllib
 from collections.abc import Callable, Mapping
@@ -316,8 +317,12 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
     experiment = study.experiment
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run")
+    # of other data or another network than the paper's, a difference would say nothing, and names may mislead
+    names = {result.name for result in results}
+    data = {run.name: re.split("[:?]", study.plan(run, 0).data)[0] for run in experiment.runs if run.name in names}
+    if experiment.reduced:
+        table.add_column("data")
     table.add_column("quantity", no_wrap=True)
-    # of another data size or network than the paper's, a difference would say nothing
     for name in ("measured", "paper", *(() if experiment.reduced else ("difference",))):
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
@@ -327,12 +332,12 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
             _with_spread(line.quantity, line.paper, line.paper_spread),
             formatted(line.quantity, line.difference, signed=True),
         ]
-        name = Text("" if line.run == before else line.run)
-        table.add_row(name, line.quantity, *cells[: 2 if experiment.reduced else 3])
+        first = [Text("" if line.run == before else name) for name in (line.run, data[line.run])]
+        table.add_row(*first[: 1 + experiment.reduced], line.quantity, *cells[: 2 if experiment.reduced else 3])
         before = line.run
     for result in results:
         if result.refused:
-            table.add_row(Text(result.name), "refused")
+            table.add_row(Text(result.name), *[""] * experiment.reduced, "refused")
     marks = {True: "✓", False: "✗", None: "?"}
     parts: list[Any] = [Text(f"{experiment.name}: {experiment.title}", style="bold"), Text(experiment.shows), "", table]
     parts += ["", *(Text(f"{marks[claim['holds']]} {claim['says']}") for claim in values["claims"])]
@@ -341,8 +346,7 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
     if any(claim["holds"] is None for claim in values["claims"]):
         parts.append(Text("?: not measured at this scale, or left out by --only."))
     parts += [Text(f"{result.name} was refused: {result.refused}") for result in results if result.refused]
-    notes = " ".join(_notes(study, results))
-    parts += [Text(notes)] if notes else []
+    parts += [Text(note) for note in _notes(study, results)]
     return f"{rendered(*parts)}Written to {values['folder']}\n"
 
 
@@ -354,7 +358,8 @@ def _notes(study: _Study, results: list[Result]) -> list[str]:
     notes += [f"Set by --set: {', '.join(study.config.set)}."] if study.config.set else []
     free = [result.name for result in results if not result.private]
     if free and not experiment.weights:
-        notes.append(f"{'Every run' if len(free) == len(results) else ', '.join(free)}: {NOT_PRIVATE}.")
+        which = "every run" if len(free) == len(results) else "; ".join(free)  # a name may hold commas
+        notes.append(f"{NOT_PRIVATE.capitalize()}: {which}.")
     if set(experiment.measures) - {"calibration"}:
         notes.append(READS_DATA)
     return notes

@@ -318,13 +318,13 @@ def network(config: TrainConfig, splits: Splits) -> Network:
         model = models.build(config.model or "", splits.shape, splits.classes, vocabulary, splits.task)
     public, splits = _public(config, splits)
     if public is not None:
+        model = models.Accompanied(model, public, methods.parse(config.method).companions)
         if config.data.partition(":")[0] in ("csv", "jsonl", "npz"):
             warnings.warn(
                 f"--public {config.public} takes so many rows of your own file as public: the model's file holds them "
                 "as they are",
                 stacklevel=2,
             )
-        model = models.Accompanied(model, public, methods.parse(config.method).companions)
     return Network(model.to(_device(config.device)), public, splits)
 
 

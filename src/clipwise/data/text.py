@@ -58,6 +58,12 @@ def imdb(source: Source) -> Splits:
     """The Large Movie Review Dataset: 0 is negative, 1 positive; the rows are in a fixed shuffled order."""
     home = "'Large Movie Review Dataset v1.0', ai.stanford.edu/~amaas/data/sentiment"
     folders = tuple(f"{part}/{kind}" for part in ("train", "test") for kind in ("neg", "pos"))
+    if source.path.is_file():
+        kind = "jsonl" if source.path.suffix == ".jsonl" else "csv"
+        raise InputError(
+            f"imdb reads folders of reviews, and {source.path.absolute()} is a file: write '{kind}:{source.path}"
+            "?text=review&label=sentiment:negative|positive', with its own columns and labels"
+        )
     _, folder = folder_with(source, [Layout(folders, ("", "aclImdb"))], home)
     vocabulary, tokens = sizes(source)
 

@@ -26,16 +26,13 @@ def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 
     horizon, decay = whole("horizon", horizon, least=0), fraction("decay", decay)
 
     def probe(engine: Engine, rows: Batch) -> SampleGradients:
-        here, past = inner.gradients(engine, rows), engine.past[:horizon]
-        total = sum(decay**power for power in range(1 + len(past)))
+        here, known = inner.gradients(engine, rows), min(horizon, len(engine.past))
+        total = sum(decay**power for power in range(1 + known))
         if total == 1.0:
             return here
-        earlier = (
-            (decay**power / total) * inner.gradients(engine.at(iterate), rows)
-            for power, iterate in enumerate(past, start=1)
-        )
+        earlier = ((decay**power / total) * inner.gradients(engine.back(power), rows) for power in range(1, 1 + known))
         return ((1 / total) * here).plus(*earlier)
 
     settings = {"horizon": horizon, "decay": decay}
-    past = max(horizon, inner.past)
+    past = horizon + inner.past  # the base may look back from each iterate
     return wrapped(inner, inner_momentum, settings, citation=XIAO_2023, probe=probe, past=past)

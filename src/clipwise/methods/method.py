@@ -45,7 +45,8 @@ class Count:
 class Engine(Protocol):
     """What a method may ask for: gradients of a chunk's samples, at released points or at a sample's own.
 
-    v_i = Σ_k c_k ∇ℓ_i(θ_k + δ_ik ; T_k x_i): ``at`` moves θ_k, ``displaced`` adds δ_ik, ``views`` gives T_k x_i.
+    v_i = Σ_k c_k ∇ℓ_i(θ_k + δ_ik ; T_k x_i): ``at`` and ``back`` move θ_k, ``displaced`` adds δ_ik, ``views`` gives
+    T_k x_i.
     """
 
     @property
@@ -69,6 +70,10 @@ class Engine(Protocol):
 
     def at(self, parameters: Gradient) -> Engine:
         """The same at another point, which must be made of released values only."""
+        ...
+
+    def back(self, steps: int) -> Engine:
+        """The same at θ_{t − steps}, whose past is what was before it."""
         ...
 
     def displaced(self, along: SampleGradients, radius: float) -> Engine:

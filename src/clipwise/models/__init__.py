@@ -35,7 +35,7 @@ from clipwise.models.hugging_face import gpt2_small, vit_small
 from clipwise.models.lstm import lstm_classifier
 from clipwise.models.mlp import mlp
 from clipwise.models.network import Network, Standard, exactly, flattened, images, sequence, sized_sequence, square
-from clipwise.models.resnet import BLOCKS, resnet20_enhanced, resnet20_gn, resnet_enhanced, resnet_gn
+from clipwise.models.resnet import BLOCKS, resnet20_bn, resnet20_enhanced, resnet20_gn, resnet_enhanced, resnet_gn
 from clipwise.models.resnet9 import resnet9
 from clipwise.models.scattering import (
     Scattering,
@@ -70,6 +70,7 @@ __all__ = [
     "mnist_cnn",
     "opacus_mnist",
     "resnet9",
+    "resnet20_bn",
     "resnet20_enhanced",
     "resnet20_gn",
     "resnet_enhanced",
@@ -125,6 +126,7 @@ MODELS: dict[str, Network] = {
         )
         for depth, (_, enhanced) in _RESNETS.items()
     },
+    "resnet20_bn": Network(resnet20_bn, _IMAGES, images(1), _CIFAR, 269_722, HE_2016),
     "resnet9": Network(resnet9, f"{_IMAGES} with sides from 8", images(8), _CIFAR, 2_448_714, KLAUSE_2022),
     "wrn_16_4": Network(wrn_16_4, _IMAGES, images(1), _CIFAR, 2_753_818, DE_2022),
     "wrn_40_4": Network(wrn_40_4, _IMAGES, images(1), _CIFAR, 8_961_306, DE_2022),

@@ -51,9 +51,14 @@ class Accompanied(nn.Module):
             )
         self.network = converted(network)
         self.register_buffer("public", public.clone())
-        for module in self.network.modules():
-            if isinstance(module, UnitNorm):
-                module.size = 1 + companions
+        norms = [module for module in self.network.modules() if isinstance(module, UnitNorm)]
+        if not norms:
+            raise InputError(
+                "companions change nothing in a network without BatchNorm, and this one has none: write one with it, "
+                "such as --model resnet20_bn, or a method without companions"
+            )
+        for norm in norms:
+            norm.size = 1 + companions
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 1 + companions, …] → the first one's outputs; [n, …] → votes."""

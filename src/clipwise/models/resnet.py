@@ -1,20 +1,25 @@
 """Residual networks for small images, as they were published and with enhanced normalisation.
 
 Receives: the number of classes and of channels; the blocks of each stage.
-Gives: resnet_gn, He et al.'s CIFAR ResNets with GroupNorm, since BatchNorm mixes the samples of a batch;
-resnet_enhanced, the same networks as Xiao et al. (2023) change them; BLOCKS, their depths.
+Gives: resnet_gn, He et al.'s CIFAR ResNets with GroupNorm, since BatchNorm mixes the samples of a batch; resnet20_bn,
+which keeps it, for public companions; resnet_enhanced, the same networks as Xiao et al. (2023) change them; BLOCKS,
+their depths.
 
-Both take the shortcut without parameters (He et al.'s option A): every second pixel, zero channels on either side.
+All take the shortcut without parameters (He et al.'s option A): every second pixel, zero channels on either side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipwise.models.standardise import Coordinates, StandardisedConv2d
+
+Norm: TypeAlias = Callable[[int], nn.Module]  # channels → a norm of them
 
 GROUPS = 4
 WIDTHS = (16, 32, 64)
@@ -43,14 +48,14 @@ class _Shortcut(nn.Module):
 
 
 class _Block(nn.Module):
-    """relu(GN(conv relu(GN(conv x))) + shortcut x)."""
+    """relu(norm(conv relu(norm(conv x))) + shortcut x)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, norm: Norm, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(GROUPS, outputs)
+        self.norm1 = norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(GROUPS, outputs)
+        self.norm2 = norm(outputs)
         self.shortcut = _Shortcut(inputs, outputs, stride)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -91,12 +96,16 @@ def _stages(block: Callable[[int, int, int], nn.Module], blocks: Sequence[int]) 
 
 def resnet_gn(blocks: Sequence[int], classes: int = 10, channels: int = 3) -> nn.Module:
     """A CIFAR ResNet with BatchNorm replaced by GroupNorm of four groups, otherwise as published."""
+    return _published(partial(nn.GroupNorm, GROUPS), blocks, classes, channels)
+
+
+def _published(norm: Norm, blocks: Sequence[int], classes: int, channels: int) -> nn.Module:
     return _initialised(
         nn.Sequential(
             nn.Conv2d(channels, WIDTHS[0], 3, padding=1, bias=False),
-            nn.GroupNorm(GROUPS, WIDTHS[0]),
+            norm(WIDTHS[0]),
             nn.ReLU(),
-            *_stages(_Block, blocks),
+            *_stages(partial(_Block, norm), blocks),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(WIDTHS[-1], classes),
@@ -132,6 +141,11 @@ def _initialised(model: nn.Module) -> nn.Module:
 def resnet20_gn(classes: int = 10, channels: int = 3) -> nn.Module:
     """ResNet-20 with BatchNorm replaced by GroupNorm: 269 722 parameters with ten classes and three channels."""
     return resnet_gn(BLOCKS[20], classes, channels)
+
+
+def resnet20_bn(classes: int = 10, channels: int = 3) -> nn.Module:
+    """ResNet-20 as published, with BatchNorm, which ``batch_clipping`` alone can train: 269 722 parameters too."""
+    return _published(nn.BatchNorm2d, BLOCKS[20], classes, channels)
 
 
 def resnet20_enhanced(classes: int = 10, channels: int = 3) -> nn.Module:
