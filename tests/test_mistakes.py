@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import clipwise as cw
 from clipwise import report
 from clipwise.methods import Method
+from clipwise.methods.method import Count
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
@@ -252,13 +254,21 @@ def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
         private.method = own(weigh)
 
 
+def test_counts_that_follow_other_samples_are_refused() -> None:
+    """With this one a sample moved the count by three bounds."""
+    model = nn.Linear(4, 3)
+    method = dataclasses.replace(cw.flat(), count=Count(lambda n: (n > n.mean()).float() - 0.5, 0.5))
+    with pytest.raises(Refused, match="the counts of flat depend on other samples' norms too"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), method=method, **PLAN)
+
+
 def test_a_method_of_one_s_own_trains_and_its_run_is_no_page(tmp_path: Path) -> None:
     smooth = own(lambda n: 1 / (1 + n * n).sqrt())
     run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=smooth, folder=tmp_path / "run", **PLAN)
     assert "method       mine()" in run.statement.text()
     with pytest.raises(InputError, match=r"whose method mine\(\) is not clipwise's own: read its statement\.txt"):
         report.read([tmp_path / "run"])
-    with pytest.raises(InputError, match=r"mine must weigh norms \[n\] by weights \[n\], got float"):
+    with pytest.raises(InputError, match=r"mine must give weights \[n\] for norms \[n\], got float"):
         cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=own(lambda n: 0.1), **PLAN)
 
 

@@ -193,18 +193,24 @@ class Rule:
 
 
 def check_weights(method: Method, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse weights that follow more than a gradient's own norm: one sample would move all the others' terms."""
+    """Refuse weights or counts that follow more than a gradient's own norm: one sample would move the others' terms."""
     norms = torch.logspace(-2, 2, 9, device=next(iter(parameters.values())).device)
     for block in method.blocks(tuple(parameters)):
-        alone, together = [block.weigh(norm) for norm in norms.split(1)], block.weigh(norms.flip(0))
-        if not isinstance(together, Tensor) or together.shape != norms.shape:
-            got = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
-            raise InputError(f"{method.name} must weigh norms [n] by weights [n], got {got}: write norms.new_full(…)")
-        if not torch.allclose(torch.cat(alone), together.flip(0), rtol=1e-3, atol=0, equal_nan=True):
-            raise Refused(
-                f"the weights of {method.name} depend on other samples' norms too, or change from call to call: one "
-                "sample would move the others' terms; write weigh(norms) with each weight from its own norm alone"
-            )
+        _check_each(method, "weights", block.weigh, norms)
+    if method.count is not None:
+        _check_each(method, "counts", method.count.of, norms)
+
+
+def _check_each(method: Method, what: str, function: Callable[[Tensor], Tensor], norms: Tensor) -> None:
+    alone, together = [function(norm) for norm in norms.split(1)], function(norms.flip(0))
+    if not isinstance(together, Tensor) or together.shape != norms.shape:
+        got = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
+        raise InputError(f"{method.name} must give {what} [n] for norms [n], got {got}: write norms.new_full(…)")
+    if not torch.allclose(torch.cat(alone), together.flip(0), rtol=1e-3, atol=0, equal_nan=True):
+        raise Refused(
+            f"the {what} of {method.name} depend on other samples' norms too, or change from call to call: one sample "
+            f"would move the others' terms; make each of the {what} from its own norm alone"
+        )
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor, most: int = 0) -> Tensor:
