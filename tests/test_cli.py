@@ -601,13 +601,37 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written_is_one_line() -> None:
+@pytest.mark.parametrize("command", ["--version", "models", "reproduce --list"])  # text, and tables
+def test_output_that_cannot_be_written_is_one_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*RUN, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([*RUN, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: cannot write the output (No space left on device): free space or write it elsewhere"
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_lines_that_cannot_be_written_stop_the_run_and_say_how_to_go_on(here: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [*RUN, *small("--folder", "run", "--json-lines", steps=4)]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: cannot write the output")
+    assert line.endswith("clipwise train --resume run")
+
+
+def test_a_reader_of_lines_that_goes_away_does_not_stop_the_run(here: Path) -> None:
+    words = [*RUN, *small("--folder", "run", "--json-lines", "--evaluate-every", "1", steps=4)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        said = run.stderr.read()
+    assert run.returncode == 0, said
+    assert "Traceback" not in said
+    assert (here / "run" / "statement.json").is_file()
 
 
 @pytest.mark.parametrize("command", [[], ["advise"], ["audit"]])
