@@ -37,6 +37,7 @@ from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
+from clipwise.refusals import refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
@@ -139,6 +140,11 @@ class Private:
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
 
+    def __repr__(self) -> str:
+        """How far it is, of what."""
+        made = f"{self.steps_taken} of {self.steps} steps made, expected batch {self.expected_batch:g}"
+        return f"<private training of {type(self.model).__name__} by {self.method}: {made} of {len(self.data)} samples>"
+
     @property
     def method(self) -> Method:
         """The method as it is at this step."""
@@ -218,6 +224,7 @@ class Private:
                 "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
             )
         parameters = trainable(self.model)
+        refuse_inference(parameters)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode()
         self._warn_of_others()
