@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,10 @@ from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
+OWN = (
+    "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all about the "
+    "same gradients."
+)
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
@@ -91,46 +95,75 @@ def answer(found: Sequence[Row]) -> list[str]:
     found = [row for row in found if row.diverged is None]
     if len(found) < 2:
         return _single(found[0]) if found else [DIVERGED]
-    shared = [row for row in found if row.same_bias is not None]
-    measured = shared if len(shared) > 1 else [row for row in found if row.bias is not None]
-
-    def bias(row: Row) -> float:
-        return (row.same_bias if len(shared) > 1 else row.bias) or 0.0
-
-    if len(measured) < 2:
+    ranks = _Ranks.of(found)
+    if len(ranks.order) < 2:
         return _quality(found, [])
-    order = sorted(measured, key=bias)
-    least, most = order[0], order[-1]
-    first, last = ([row for row in order if _whole(bias(row)) == _whole(bias(end))] for end in (least, most))
-    if first == order:
-        there = "There" if len(shared) > 1 else "Over their own runs there"
-        said = [
-            f"{there} is no difference in bias between {_and(order)}: {_whole(bias(least))} of the clipped mean "
-            "gradient points away from the true one."
-        ]
-    else:
-        near = [row for row in order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
-        close = f" Close behind: {', '.join(f'{row.said} ({_whole(bias(row))})' for row in near)}." if near else ""
-        one, same = len(first) == 1, len(shared) > 1
-        where = "" if same else "Over its own run " if one else "Over their own runs "
-        points = (
-            f"{_whole(bias(least))} of {'its' if one else 'the'} clipped mean gradient points away from the true one"
-        )
-        end = f"The most biased {'is' if len(last) == 1 else 'are'} {_and(last)} with {_whole(bias(most))}."
-        said = [f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"]
-        said += [_reason(least, most)] if same else []
-    if len(shared) < 2:
-        said.append(
-            "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all "
-            "about the same gradients."
-        )
-    quiet = best(found, lambda row: row.noise, min, _two)
-    if first != order and quiet and least.noise is not None and least not in quiet:
-        said.append(
-            f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long "
-            f"as the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
-        )
+    said = [_no_difference(ranks)] if ranks.alike else [_least_and_most(ranks)]
+    if not ranks.same:
+        said.append(OWN)
+    elif not ranks.alike:
+        said.append(_reason(ranks.order[0], ranks.order[-1]))
+    if not ranks.alike:
+        said += _noisier(found, ranks.order[0])
     return [*said, *_quality(found, best(found, lambda row: row.alignment, max, "{:.3f}".format))]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Runs by their bias, least first."""
+
+    order: Sequence[Row]
+    same: bool  # whether it is their methods' on the same gradients; otherwise each run's on its own
+
+    @classmethod
+    def of(cls, found: Sequence[Row]) -> _Ranks:
+        shared = [row for row in found if row.same_bias is not None]
+        same = len(shared) > 1
+        ranks = cls(shared if same else [row for row in found if row.bias is not None], same)
+        return replace(ranks, order=sorted(ranks.order, key=ranks.bias))
+
+    def bias(self, row: Row) -> float:
+        return (row.same_bias if self.same else row.bias) or 0.0
+
+    def like(self, end: Row) -> list[Row]:
+        """Those whose bias is printed like that of the first or the last."""
+        return [row for row in self.order if _whole(self.bias(row)) == _whole(self.bias(end))]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all are printed alike."""
+        return self.like(self.order[0]) == self.order
+
+
+def _no_difference(ranks: _Ranks) -> str:
+    return (
+        f"{'There' if ranks.same else 'Over their own runs there'} is no difference in bias between "
+        f"{_and(ranks.order)}: {_whole(ranks.bias(ranks.order[0]))} of the clipped mean gradient points away from the "
+        "true one."
+    )
+
+
+def _least_and_most(ranks: _Ranks) -> str:
+    bias, (least, *_, most) = ranks.bias, ranks.order
+    first, last = ranks.like(least), ranks.like(most)
+    one = len(first) == 1
+    where = "" if ranks.same else "Over its own run " if one else "Over their own runs "
+    points = f"{_whole(bias(least))} of {'its' if one else 'the'} clipped mean gradient points away from the true one"
+    near = [row for row in ranks.order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
+    close = f" Close behind: {', '.join(f'{row.said} ({_whole(bias(row))})' for row in near)}." if near else ""
+    end = f"The most biased {'is' if len(last) == 1 else 'are'} {_and(last)} with {_whole(bias(most))}."
+    return f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"
+
+
+def _noisier(found: Sequence[Row], least: Row) -> list[str]:
+    """That the least biased is not the least noisy, where that is so."""
+    quiet = best(found, lambda row: row.noise, min, _two)
+    if not quiet or least.noise is None or least in quiet:
+        return []
+    return [
+        f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long as "
+        f"the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
+    ]
 
 
 def ranking(found: Sequence[Row]) -> str:
