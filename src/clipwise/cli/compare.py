@@ -23,8 +23,7 @@ from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
-from clipwise.report.answer import Row, best, ranking
-from clipwise.report.answer import rows as numbers
+from clipwise.report.answer import RunNumbers, best, in_numbers, ranking
 from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT, RunFolder
 from clipwise.report.runs import Recorded, short
 from clipwise.types import InputError
@@ -83,7 +82,7 @@ def run(config: CompareConfig) -> str:
             raise Stopped(f"stopped; nothing is lost: write {again(config, folder)}") from None
         raise
     runs = read(times)
-    found = numbers(runs)
+    found = in_numbers(runs)
     most = best(found, lambda row: row.accuracy, max, "{:.1%}".format)
     rows = [
         _compared(text, run, row, times[run.path], row in most)
@@ -121,7 +120,7 @@ def _made(
     return times
 
 
-def _compared(text: str, run: Recorded, row: Row, seconds: float | None, most: bool) -> Compared:
+def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, most: bool) -> Compared:
     """One run as a row of the table; a model that diverged has no bias in the end."""
     last = own(run.looks[-1]) if run.looks and run.diverged is None else {}
     return Compared(

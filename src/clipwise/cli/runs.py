@@ -36,7 +36,7 @@ from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss, device_of
 from clipwise.records.tape import tensors
-from clipwise.report.answer import Row, alarms
+from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, LEDGER, write
 from clipwise.report.runs import short
 from clipwise.start import Privacy
@@ -251,7 +251,7 @@ def _privacy(config: TrainConfig, steps: int, public: Tensor | None) -> Privacy:
     }
 
 
-def warn_of(found: Sequence[Row]) -> None:
+def warn_of(found: Sequence[RunNumbers]) -> None:
     """Say which of the finished runs came to nothing."""
     for text in alarms(found):
         warnings.warn(text, stacklevel=2)

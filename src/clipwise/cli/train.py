@@ -19,7 +19,7 @@ from clipwise.cli.stopping import resumed
 from clipwise.config import TrainConfig
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import read
-from clipwise.report.answer import rows
+from clipwise.report.answer import in_numbers
 from clipwise.report.folder import refuse_used
 from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
@@ -40,7 +40,7 @@ def run(config: TrainConfig) -> str:
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
-    warn_of(rows(read([folder])))
+    warn_of(in_numbers(read([folder])))
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return as_json(_values(config, finished, time.monotonic() - start), indent)

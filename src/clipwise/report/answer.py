@@ -1,7 +1,7 @@
 """What the numbers of several runs say, in a few sentences and a table.
 
 Receives: runs as they were recorded.
-Gives: Row for each run, and answer: who is least biased and why, in sentences whose names stand between asterisks.
+Gives: RunNumbers of each run; answer, who is least biased and why, in sentences with names between asterisks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
 @dataclass(frozen=True)
-class Row:
+class RunNumbers:
     """One run in numbers; None is what nobody measured. Everything but ε, δ and the releases is not private."""
 
     name: str
@@ -56,11 +56,11 @@ class Row:
         return f"*{self.name.replace('*', '∗')}*"
 
 
-def rows(runs: Sequence[Recorded]) -> list[Row]:
+def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
     """The runs in numbers."""
     same, clipped, rival = fair(runs, "direction_error"), fair(runs, "clipped"), comparable(runs)
     return [
-        Row(
+        RunNumbers(
             name=run.name,
             method=run.statement["method"],
             rival=rival,
@@ -86,7 +86,7 @@ def rows(runs: Sequence[Recorded]) -> list[Row]:
     ]
 
 
-def answer(found: Sequence[Row]) -> list[str]:
+def answer(found: Sequence[RunNumbers]) -> list[str]:
     """The answer, its reason, and what it leaves open."""
     if len(found) == 1:
         return _single(found[0])
@@ -112,20 +112,20 @@ def answer(found: Sequence[Row]) -> list[str]:
 class _Ranks:
     """Runs by their bias, least first."""
 
-    order: Sequence[Row]
+    order: Sequence[RunNumbers]
     same: bool  # whether it is their methods' on the same gradients; otherwise each run's on its own
 
     @classmethod
-    def of(cls, found: Sequence[Row]) -> _Ranks:
+    def of(cls, found: Sequence[RunNumbers]) -> _Ranks:
         shared = [row for row in found if row.same_bias is not None]
         same = len(shared) > 1
         ranks = cls(shared if same else [row for row in found if row.bias is not None], same)
         return replace(ranks, order=sorted(ranks.order, key=ranks.bias))
 
-    def bias(self, row: Row) -> float:
+    def bias(self, row: RunNumbers) -> float:
         return (row.same_bias if self.same else row.bias) or 0.0
 
-    def like(self, end: Row) -> list[Row]:
+    def like(self, end: RunNumbers) -> list[RunNumbers]:
         """Those whose bias is printed like that of the first or the last."""
         return [row for row in self.order if _whole(self.bias(row)) == _whole(self.bias(end))]
 
@@ -155,7 +155,7 @@ def _least_and_most(ranks: _Ranks) -> str:
     return f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"
 
 
-def _noisier(found: Sequence[Row], least: Row) -> list[str]:
+def _noisier(found: Sequence[RunNumbers], least: RunNumbers) -> list[str]:
     """That the least biased is not the least noisy, where that is so."""
     quiet = best(found, lambda row: row.noise, min, _two)
     if not quiet or least.noise is None or least in quiet:
@@ -166,7 +166,7 @@ def _noisier(found: Sequence[Row], least: Row) -> list[str]:
     ]
 
 
-def ranking(found: Sequence[Row]) -> str:
+def ranking(found: Sequence[RunNumbers]) -> str:
     """Every method's bias on the same gradients, least first; nothing where fewer than two have one."""
     known = sorted((row.same_bias, row.name) for row in found if row.same_bias is not None)
     if len(known) < 2:
@@ -178,11 +178,11 @@ def ranking(found: Sequence[Row]) -> str:
 
 
 def best(
-    found: Sequence[Row],
-    value: Callable[[Row], float | None],
+    found: Sequence[RunNumbers],
+    value: Callable[[RunNumbers], float | None],
     pick: Callable[[Iterable[float]], float],
     shown: Callable[[float], str],
-) -> list[Row]:
+) -> list[RunNumbers]:
     """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
     known = [(v, row) for row in found if row.diverged is None and (v := value(row)) is not None and math.isfinite(v)]
     if not known:
@@ -192,24 +192,24 @@ def best(
     return first if len(first) < len(known) or len(known) == 1 else []
 
 
-def told(found: Sequence[Row]) -> list[str]:
+def told(found: Sequence[RunNumbers]) -> list[str]:
     """The answer as plain text, what is wrong with runs first."""
     return [*alarms(found), *(text.replace("*", "") for text in answer(found))]
 
 
-def alarms(found: Sequence[Row]) -> list[str]:
+def alarms(found: Sequence[RunNumbers]) -> list[str]:
     """What to know before anything else, as plain text: claims that are false, and runs that came to nothing."""
     said = [refuted(found), *map(_diverged, found), *_no_better(found), _one_class(found)]
     return [text.replace("*", "") for text in said if text]
 
 
-def refuted(found: Sequence[Row]) -> str:
+def refuted(found: Sequence[RunNumbers]) -> str:
     """What to know before anything else: whose ε an audit found to be false."""
     false = [row.said for row in found if row.audit is False]
     return f"An audit shows that the ε claimed of {', '.join(false)} is FALSE: do not rely on it." if false else ""
 
 
-def _diverged(row: Row) -> str:
+def _diverged(row: RunNumbers) -> str:
     if row.diverged is None:
         return ""
     return (
@@ -218,9 +218,9 @@ def _diverged(row: Row) -> str:
     )
 
 
-def _no_better(found: Sequence[Row]) -> list[str]:
+def _no_better(found: Sequence[RunNumbers]) -> list[str]:
     """Who learnt nothing: no better on the evaluation data than always saying the same; and what may help."""
-    lost: dict[str, list[Row]] = {}
+    lost: dict[str, list[RunNumbers]] = {}
     for row in found:
         same = ""
         if row.baseline is None or row.diverged is not None:
@@ -240,7 +240,7 @@ def _no_better(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def _one_class(found: Sequence[Row]) -> str:
+def _one_class(found: Sequence[RunNumbers]) -> str:
     alone = [row for row in found if row.accuracy is not None and row.baseline == 1]
     return (
         f"All evaluation samples of {_and(alone)} are of one class, so that accuracy says nothing: look at the labels."
@@ -249,7 +249,7 @@ def _one_class(found: Sequence[Row]) -> str:
     )
 
 
-def _single(row: Row) -> list[str]:
+def _single(row: RunNumbers) -> list[str]:
     reached = ""
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
@@ -264,7 +264,7 @@ def _single(row: Row) -> list[str]:
     return said
 
 
-def _reason(least: Row, most: Row) -> str:
+def _reason(least: RunNumbers, most: RunNumbers) -> str:
     if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
         mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
         return (
@@ -280,7 +280,7 @@ def _reason(least: Row, most: Row) -> str:
     return "Why: “Where the bias comes from” shows how unequally each method treats samples."
 
 
-def _quality(found: Sequence[Row], truest: Sequence[Row]) -> list[str]:
+def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[str]:
     """Who is best where bias and noise meet, and who is most accurate."""
     said = []
     if truest:
@@ -293,9 +293,9 @@ def _quality(found: Sequence[Row], truest: Sequence[Row]) -> list[str]:
 
 
 def _top(
-    found: Sequence[Row],
-    truest: Sequence[Row],
-    value: Callable[[Row], float | None],
+    found: Sequence[RunNumbers],
+    truest: Sequence[RunNumbers],
+    value: Callable[[RunNumbers], float | None],
     pick: Callable[[Iterable[float]], float],
     shown: Callable[[float], str],
     what: str,
@@ -313,7 +313,7 @@ def _top(
     return [f"There is no difference in {of}: {shown(pick(known))}."] if known else []
 
 
-def _and(found: Sequence[Row]) -> str:
+def _and(found: Sequence[RunNumbers]) -> str:
     *most, last = [row.said for row in found]
     return f"{', '.join(most)} and {last}" if most else last
 
