@@ -30,7 +30,7 @@ from clipwise.cli import main
 from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
-from clipwise.report.answer import answer, in_numbers, ranking, refuted
+from clipwise.report.answer import alarms, answer, in_numbers, ranking, refuted
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
@@ -367,6 +367,26 @@ def test_a_single_run_is_told_without_a_ranking(compared: Path, tmp_path: Path) 
     assert f"psac reached {row.accuracy:.1%} accuracy at ε = {rounded_up(row.epsilon)}" in text
     assert "least biased" not in text and "on the same gradients" not in text
     assert "A private run with psac on data" in text
+    assert "What clipping does" in text and "Why methods differ" not in text
+
+
+def test_a_class_that_is_never_found_is_said_though_the_accuracy_is_good(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "1-flat", tmp_path / "run")
+    place = tmp_path / "run" / "calibration.json"
+    known = json.loads(place.read_text())
+    first, second, *_ = known["classes"]
+    assert alarms(in_numbers(read([tmp_path / "run"]))) == []
+    for samples, said in ((9, []), (10, ["flat finds no evaluation sample of the class 1, counted from 0, which the"])):
+        second.update(samples=samples, accuracy=0.0)
+        place.write_text(json.dumps(known))
+        found = alarms(in_numbers(read([tmp_path / "run"])))
+        assert [text[: len(said[0])] for text in found] == said
+    first.update(samples=50, accuracy=0.0)
+    place.write_text(json.dumps(known))
+    (row,) = in_numbers(read([tmp_path / "run"]))
+    assert "of the classes 0, 1, counted from 0" in alarms([row])[0]
+    (text,) = alarms([replace(row, accuracy=row.baseline)])  # then that is what there is to say
+    assert "no better than always saying" in text
 
 
 def test_runs_that_nobody_looked_into_have_quality_privacy_and_calibration(others: Path, compared: Path) -> None:

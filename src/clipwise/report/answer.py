@@ -22,6 +22,7 @@ OWN = (
     "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all about the "
     "same gradients."
 )
+MANY = 10  # evaluation samples of a class: fewer may be missed by chance
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
@@ -46,6 +47,7 @@ class RunNumbers:
     spread: float | None  # weight of a short gradient (5 % quantile) over that of a long one (95 %); 1 is equal
     unseen: str  # state of the method that no look at gradients shows, such as its feedback
     ece: float | None
+    unfound: tuple[int, ...]  # classes of which the final model finds no evaluation sample, though there are many
     audit: bool | None  # whether every claim held
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
@@ -78,6 +80,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             spread=_spread(run, runs),
             unseen=next((own(look)["unseen"] for look in run.looks), ""),
             ece=None if run.calibration is None else run.calibration["ece"],
+            unfound=_unfound(run),
             audit=None if run.audit is None else bool(run.audit["passed"]),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
@@ -199,7 +202,7 @@ def told(found: Sequence[RunNumbers]) -> list[str]:
 
 def alarms(found: Sequence[RunNumbers]) -> list[str]:
     """What to know before anything else, as plain text: claims that are false, and runs that came to nothing."""
-    said = [refuted(found), *map(_diverged, found), *_no_better(found), _one_class(found)]
+    said = [refuted(found), *map(_diverged, found), *_no_better(found), *map(_misses, found), _one_class(found)]
     return [text.replace("*", "") for text in said if text]
 
 
@@ -215,6 +218,17 @@ def _diverged(row: RunNumbers) -> str:
     return (
         f"{row.said} had diverged at step {row.diverged}: its loss or gradients were not finite; write a smaller "
         "--learning-rate."
+    )
+
+
+def _misses(row: RunNumbers) -> str:
+    """Which classes it never finds, rare ones say; one that is no better than one class alone misses all others."""
+    if not row.unfound or row.diverged is not None or (row.accuracy or 0.0) <= (row.baseline or 0.0):
+        return ""
+    some = ", ".join(map(str, row.unfound[:8])) + (", …" if len(row.unfound) > 8 else "")
+    return (
+        f"{row.said} finds no evaluation sample of the class{'es' if len(row.unfound) > 1 else ''} {some}, counted "
+        "from 0, which the accuracy does not show: try more epochs, a larger batch or a larger ε."
     )
 
 
@@ -334,6 +348,11 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _unfound(run: Recorded) -> tuple[int, ...]:
+    classes = [] if run.calibration is None else run.calibration["classes"]
+    return tuple(each["label"] for each in classes if each["samples"] >= MANY and each["accuracy"] == 0)
 
 
 def _spread(run: Recorded, runs: Sequence[Recorded]) -> float | None:

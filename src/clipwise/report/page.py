@@ -60,7 +60,7 @@ def page(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
         f"<p class=sub>{escape(_setting(runs))}</p></header><main>",
         _answer(found, by_key.get("same-gradients")),
         _table(found),
-        _section("Why methods differ", by_key, ("kept", "agreement")),
+        _section("Why methods differ" if len(runs) > 1 else "What clipping does", by_key, ("kept", "agreement")),
         _section("Over training", by_key, ("quality", "bias", "noise", "alignment")),
         _section("Gradients and confidence", by_key, ("norms", "reliability")),
         _privacy(runs),
