@@ -27,7 +27,7 @@ from clipwise.config import AuditConfig
 from clipwise.methods import METHODS, parse
 from clipwise.models import Accompanied
 from clipwise.records import from_dense
-from clipwise.report.answer import rows as rows_of
+from clipwise.report.answer import in_numbers as rows_of
 from clipwise.step import private_sum
 from clipwise.types import InputError
 

@@ -22,10 +22,10 @@ from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import Plan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.runs import _again, _patient, steps_of
+from clipwise.cli.runs import steps_of
 from clipwise.cli.screen import Bar
-from clipwise.cli.train import _resumed
-from clipwise.config import TrainConfig, made
+from clipwise.cli.stopping import again, patient, resumed
+from clipwise.config import CompareConfig, TrainConfig, made, to_toml
 from clipwise.methods import METHODS, parse
 from clipwise.report import read
 from clipwise.start import make_private
@@ -610,13 +610,37 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_written_is_one_line() -> None:
+@pytest.mark.parametrize("command", ["--version", "models", "reproduce --list"])  # text, and tables
+def test_output_that_cannot_be_written_is_one_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([*RUN, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([*RUN, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "error: cannot write the output (No space left on device): free space or write it elsewhere"
     ]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_lines_that_cannot_be_written_stop_the_run_and_say_how_to_go_on(here: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        words = [*RUN, *small("--folder", "run", "--json-lines", steps=4)]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: cannot write the output")
+    assert line.endswith("clipwise train --resume run")
+
+
+def test_a_reader_of_lines_that_goes_away_does_not_stop_the_run(here: Path) -> None:
+    words = [*RUN, *small("--folder", "run", "--json-lines", "--evaluate-every", "1", steps=4)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        said = run.stderr.read()
+    assert run.returncode == 0, said
+    assert "Traceback" not in said
+    assert (here / "run" / "statement.json").is_file()
 
 
 @pytest.mark.parametrize("command", [[], ["advise"], ["audit"]])
@@ -706,6 +730,53 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been_stopped(
     assert (here / "whole/metrics.jsonl").read_text() == (here / "parts/metrics.jsonl").read_text()
 
 
+def test_a_resumed_comparison_keeps_what_is_finished_and_ends_as_if_it_had_not_been_stopped(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "6", "--noise-seed", "1", "--methods"]
+    words += ["flat; psac; normalised", "--evaluate-every", "2", "--quiet"]
+    assert main([*words, "--folder", "whole"]) == 0
+    original, begun = Bar.__call__, []
+
+    def press(bar: Bar, done: int, total: int, row: Any) -> None:
+        original(bar, done, total, row)
+        begun.append(done)
+        if len(begun) == 6 + 3:  # in the middle of the second run
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "__call__", press)
+        assert main([*words, "--folder", "parts"]) == 130
+    assert "stopped; nothing is lost: write clipwise compare --resume parts\n" in capsys.readouterr().err
+    kept = (here / "parts/1-flat/model.pt").stat().st_mtime_ns
+    for asked in (["report", "parts"], ["report", "parts/2-psac"]):
+        main(asked)
+        assert "clipwise compare --resume parts" in capsys.readouterr().err
+    assert "holds a comparison: write clipwise compare" in one_line(capsys, ["train", "--resume", "parts"])
+    assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "parts/2-psac"])
+    assert "no comparison to resume in nowhere" in one_line(capsys, ["compare", "--resume", "nowhere"])
+    assert "keeps its settings, got --batch 5" in one_line(capsys, ["compare", "--resume", "parts", "--batch", "5"])
+    assert main(["compare", "--resume", "parts", "--json"]) == 0
+    first, *others = json.loads(capsys.readouterr().out)["runs"]
+    assert first["seconds"] is None and all(run["seconds"] > 0 for run in others)
+    assert (here / "parts/1-flat/model.pt").stat().st_mtime_ns == kept
+    for run in ("1-flat", "2-psac", "3-normalised"):
+        assert Ledger(here / "parts" / run / "ledger.jsonl").releases == 6
+        for name in ("metrics.jsonl", "statement.json"):
+            assert (here / "parts" / run / name).read_text() == (here / "whole" / run / name).read_text()
+        looks = [read([here / folder / run])[0].looks for folder in ("whole", "parts")]
+        # with all methods, also after it went on
+        assert [[*look["methods"]] for look in looks[0]] == [[*look["methods"]] for look in looks[1]]
+    assert main(["compare", "--resume", "parts"]) == 0  # nothing is left to do: the table again
+    assert "psac" in capsys.readouterr().out
+
+
+def test_a_comparison_that_cannot_begin_leaves_no_folder(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "6", "--folder", "none", "--batch", "1000"]
+    assert "batch must be at most" in one_line(capsys, words)
+    assert not (here / "none").exists()
+
+
 def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
@@ -732,32 +803,40 @@ def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pyt
     assert Ledger(here / "run" / "ledger.jsonl").releases == 4
 
 
-def test_a_resumed_run_is_told_anew_how_and_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted_run(here: Path, begun: TrainConfig) -> None:
+    (here / "run").mkdir()
+    (here / "run" / "settings.toml").write_text(to_toml(begun))
+    for name in ("checkpoint.pt", "ledger.jsonl"):
+        (here / "run" / name).touch()
+
+
+def test_a_resumed_run_is_told_anew_how_and_where_it_runs(here: Path) -> None:
     begun = TrainConfig(batch=20, noise_multiplier=1.0)
-    monkeypatch.setattr("clipwise.cli.train.settings_of", lambda folder: begun)
+    interrupted_run(here, begun)
     told: dict[str, Any] = {"resume": "run", "device": "cuda:1", "tensorboard": True, "threads": 3, "json_lines": True}
-    assert _resumed(made(TrainConfig, told), "run") == replace(begun, **told)
+    assert resumed(made(TrainConfig, told), "run") == replace(begun, **told)
     with pytest.raises(InputError, match="keeps its settings, got --folder other"):
-        _resumed(made(TrainConfig, told, {"folder": "other"}), "run")
+        resumed(made(TrainConfig, told, {"folder": "other"}), "run")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "same"), [("data", "digits", "npz:data.npz"), ("batch", 256, 20), ("method", "flat", "psac")]
 )
 def test_what_a_resumed_run_is_told_must_be_its_own_setting_also_where_it_is_the_default(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: Any, same: Any
+    here: Path, name: str, value: Any, same: Any
 ) -> None:
     begun = TrainConfig(data="npz:data.npz", batch=20, noise_multiplier=1.0, method=str(METHODS["psac"]()))
-    monkeypatch.setattr("clipwise.cli.train.settings_of", lambda folder: begun)
+    interrupted_run(here, begun)
     with pytest.raises(InputError, match=f"keeps its settings, got --{name} {value} for .*: leave it out"):
-        _resumed(made(TrainConfig, {"resume": "run", name: value}), "run")
-    assert _resumed(made(TrainConfig, {"resume": "run", name: same}), "run") == replace(begun, resume="run")
+        resumed(made(TrainConfig, {"resume": "run", name: value}), "run")
+    assert resumed(made(TrainConfig, {"resume": "run", name: same}), "run") == replace(begun, resume="run")
 
 
 def test_how_to_go_on_says_where_the_run_was() -> None:
-    assert _again(TrainConfig(), Path("my run")) == "clipwise train --resume 'my run'"
+    assert again(TrainConfig(), Path("my run")) == "clipwise train --resume 'my run'"
     there = TrainConfig(device="cuda:1", tensorboard=True)
-    assert _again(there, Path("run")) == "clipwise train --resume run --device cuda:1 --tensorboard"
+    assert again(there, Path("run")) == "clipwise train --resume run --device cuda:1 --tensorboard"
+    assert again(CompareConfig(), Path("runs")) == "clipwise compare --resume runs"
 
 
 def test_what_was_spent_before_is_not_called_steps_of_this_run(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -774,7 +853,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
     # whoever starts the tests in the background may have told them to ignore the signal
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with Bar(quiet=True) as bar, _patient(bar) as heard:
+        with Bar(quiet=True) as bar, patient(bar) as heard:
             signal.raise_signal(signal.SIGINT)
             assert heard.is_set()
             with pytest.raises(KeyboardInterrupt):

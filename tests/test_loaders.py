@@ -430,6 +430,16 @@ def test_each_column_is_encoded_as_the_user_says(tmp_path: Path) -> None:
     assert np.abs(x.numpy() - np.array(expected)).max() < 1e-6
 
 
+def test_missing_numbers_are_the_middle_of_their_range_and_marked_behind_it(tmp_path: Path) -> None:
+    path = table(tmp_path, "age,pay,y\n20,NA,0\n,999,1\n40,-1,0\n60,0,1\n")
+    splits = load(f"csv:{path}?label=y:0|1&columns=age:20..60|,pay:log(0..999)|NA|-1&test_file={path}")
+    expected = [[-1, 0, 0, 1, 0], [0, 1, 1, 0, 0], [0, 0, 0, 0, 1], [1, 0, -1, 0, 0]]  # 40 is the middle, and is there
+    assert np.abs(every(splits.train)[0].numpy() - np.array(expected)).max() < 1e-6
+    path = table(tmp_path, '{"age": 20, "y": 0}\n{"age": null, "y": 1}\n', "t.jsonl")
+    x, _ = every(load(f"jsonl:{path}?label=y:0|1&columns=age:20..60|null&test_file={path}").train)
+    assert x.tolist() == [[-1, 0], [0, 1]]
+
+
 def test_columns_of_which_nothing_is_said_get_the_same_transform_whatever_the_data(tmp_path: Path) -> None:
     path = table(tmp_path, "a,b,y\n0,1000,0\n-3,1e9,1\n2.5,-7,1\n1,1,0\n0.1,2,0\n")
     x, _ = every(load(f"csv:{path}?label=y:0|1&test_file={path}").train)
@@ -439,7 +449,10 @@ def test_columns_of_which_nothing_is_said_get_the_same_transform_whatever_the_da
     assert torch.equal(only, x[:, 1:])
 
 
-@pytest.mark.parametrize("said", ["age:17..90", "pay:log(0..999)", "kind:a|b", "town:#4", "pay", "text=note"])
+@pytest.mark.parametrize(
+    "said",
+    ["age:17..90", "pay:log(0..999)", "town:17..90|Oslo|Bergen|Bodø|Rome", "kind:a|b", "town:#4", "pay", "text=note"],
+)
 def test_a_rows_numbers_do_not_depend_on_other_rows(tmp_path: Path, said: str) -> None:
     option = said if "=" in said else f"columns={said}"
 
@@ -535,6 +548,12 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("label=answer:no|yes&columns=age:1..x", "range of age must be LOW..HIGH"),
         ("label=answer:no|yes&columns=age:log(-2..9)", "range of age must be LOW..HIGH"),
         ("label=answer:no|yes&columns=age:nan..9", "range of age must be LOW..HIGH"),
+        (
+            "label=answer:no|yes&columns=age:1..9|NA|NA",
+            "a missing number, each once, got '1..9|NA|NA': write 'age:1..9",
+        ),
+        ("label=answer:no|yes&columns=age:1..9|10..20", "a missing number, each once, got '1..9|10..20'"),
+        ("label=age:1..9|NA&columns=pay", "must be said to be classes or a range, got 'age:1..9|NA'"),
         ("label=answer:no|yes&columns=age:old", "age must be said to be a range, values or buckets, got 'old'"),
         ("label=answer:no|yes&columns=age:a|a", "'age:low|high' with two values or more, each once"),
         ("label=answer:no|yes&columns=town:#many", "the buckets of town must be a whole number, got 'many'"),
@@ -592,7 +611,7 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
         ("a,y\n", "got no rows"),
         ("a,a\n1,2\n", "a different name for each column, got a, a"),
         ("a,y\n1,0\n1,2,0\n", "must have the 2 columns a, y in each row, got 3 in line 3"),
-        ("a,y\n1,0\n,1\n", "the column a must hold numbers, got '' in line 3: fill or remove it"),
+        ("a,y\n1,0\n,1\n", "the column a must hold numbers, got '' in line 3: write 'a:LOW..HIGH|' where"),
         ("a,y\n\n1,0\n\n1,x\n", "must be one of 0, 1, got 'x' in line 5"),
         ("a,y\n1,0\nnan,1\n", "the column a must hold numbers, got 'nan' in line 3"),
         ("a,y\n1,0\n" + "1" * 400 + ",1\n", "the column a must hold numbers"),

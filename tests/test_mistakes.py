@@ -52,9 +52,53 @@ def test_arguments_in_the_wrong_places_are_named() -> None:
         cw.train(model, cw.cross_entropy, (X, Y), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **PLAN)
     with pytest.raises(InputError, match=r"evaluate must give numbers by name, such as .*, got 0\.5"):
         cw.train(model, cw.cross_entropy, (X, Y), evaluate=lambda m: 0.5, **PLAN)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="scheduler must be one of torch's, or what makes one of an optimizer, got 1"):
+        cw.train(model, cw.cross_entropy, (X, Y), scheduler=1, **PLAN)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="train has no option 'schedule': did you mean 'scheduler'"):
+        cw.train(model, cw.cross_entropy, (X, Y), schedule=None, **PLAN)  # type: ignore[call-arg]
     lazy = nn.LazyLinear(3)
     with pytest.raises(InputError, match=r"weight has no shape yet: send one batch through the model"):
         cw.make_private(lazy, torch.optim.SGD(lazy.parameters()), (X, Y), **PLAN)
+
+
+def test_inference_mode_is_refused_at_the_start_and_at_a_step() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    message = r"none of under torch\.inference_mode\(\): make the run and its steps outside"
+    with torch.inference_mode(), pytest.raises(InputError, match=message):
+        cw.make_private(model, optimizer, (X, Y), **PLAN)
+    with torch.inference_mode():
+        made = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=r"weight was made under torch\.inference_mode\(\)"):
+        cw.make_private(made, torch.optim.SGD(made.parameters()), (X, Y), **PLAN)
+    private = cw.make_private(model, optimizer, (X, Y), **PLAN)
+    batch = next(private.batches())
+    with torch.inference_mode(), pytest.raises(InputError, match=message):
+        private.step(batch)
+    assert private.ledger.releases == 0
+    private.step(batch)  # the same draw: a refusal chooses none
+
+
+@pytest.mark.parametrize("given", [[1.0, 2.0], X.numpy()])
+def test_public_inputs_that_are_no_tensor_are_named(given: Any) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=r"public must be a tensor of inputs, got \w+: write torch\.as_tensor"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), public=given, **PLAN)
+
+
+def test_views_that_are_no_function_are_named() -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match="views must be a function of a row, a count and a generator, got int"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), views=3, **PLAN)  # type: ignore[arg-type]
+
+
+def test_a_run_prints_how_far_it_is() -> None:
+    model = nn.Linear(4, 3)
+    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), method=cw.psac(), **PLAN)
+    private.step(next(private.batches()))
+    assert repr(private) == (
+        "<private training of Linear by psac(clip_norm=1.0, r=0.1): 1 of 3 steps made, expected batch 8 of 40 samples>"
+    )
 
 
 @pytest.mark.parametrize(

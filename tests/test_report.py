@@ -30,7 +30,7 @@ from clipwise.cli import main
 from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
-from clipwise.report.answer import answer, ranking, refuted, rows
+from clipwise.report.answer import alarms, answer, in_numbers, ranking, refuted
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
@@ -180,7 +180,7 @@ def test_bold_is_the_best_of_its_column(compared: Path) -> None:
 
 
 def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(compared: Path) -> None:
-    found = rows(read([compared]))
+    found = in_numbers(read([compared]))
     known = {row.name: row.same_bias for row in found if row.same_bias is not None}
     least, most = min(known, key=lambda name: known[name]), max(known, key=lambda name: known[name])
     first = answer(found)[0]
@@ -201,7 +201,7 @@ def test_the_answer_names_who_is_least_and_most_biased_on_the_same_gradients(com
 
 
 def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None:
-    found = {row.name: row for row in rows(read([compared]))}
+    found = {row.name: row for row in in_numbers(read([compared]))}
     quantiles = [look["spread"]["quantiles"] for run in read([compared]) for look in run.looks]
     # C/n: the ratio of two weights is the ratio of the norms, the other way round
     expected = np.exp(np.mean([np.log(q["95%"] / q["5%"]) for q in quantiles]))
@@ -307,7 +307,7 @@ def diverged(base: Path) -> Path:
 
 def test_a_run_that_diverged_is_in_no_mean_and_in_no_ranking(diverged: Path) -> None:
     runs = read([diverged])
-    found = {row.name: row for row in rows(runs)}
+    found = {row.name: row for row in in_numbers(runs)}
     assert [row.diverged for row in found.values()] == [None, 2, None]
     looks = [look for run in diverged.glob("*/diagnostics.jsonl") for look in lines(run)]
     finite = [look["methods"]["flat(clip_norm=0.5)"] for look in looks if look["non_finite"] < look["samples"]]
@@ -337,12 +337,12 @@ def test_compare_says_who_diverged_and_gives_it_no_bias_in_the_end(
     flat, psac = json.loads(shown.out)["runs"]
     assert flat["diverged"] is None and flat["bias"] > 0
     assert psac["diverged"] == 1 and psac["bias"] is None and psac["clipped"] is None and not psac["best"]
-    assert answer(rows(read([tmp_path / "runs"])))[0].startswith("*flat* reached")
-    assert answer(rows(read([tmp_path / "runs"]))[1:] * 2) == ["Every run diverged, so there is nothing to rank."]
+    assert answer(in_numbers(read([tmp_path / "runs"])))[0].startswith("*flat* reached")
+    assert answer(in_numbers(read([tmp_path / "runs"]))[1:] * 2) == ["Every run diverged, so there is nothing to rank."]
 
 
 def test_what_prints_alike_is_no_difference(compared: Path) -> None:
-    flat, psac, normalised, *_ = rows(read([compared]))
+    flat, psac, normalised, *_ = in_numbers(read([compared]))
     flat, psac = (replace(row, same_bias=bias) for row, bias in ((flat, 0.0632), (psac, 0.0628)))
     alike = [replace(row, accuracy=0.6741, alignment=0.4, noise=2.0) for row in (flat, psac)]
     said = " ".join(answer(alike))
@@ -363,10 +363,30 @@ def test_what_prints_alike_is_no_difference(compared: Path) -> None:
 def test_a_single_run_is_told_without_a_ranking(compared: Path, tmp_path: Path) -> None:
     runs = read([compared / "2-psac"])
     text = Read(page(runs, figures(runs))).text
-    (row,) = rows(runs)
+    (row,) = in_numbers(runs)
     assert f"psac reached {row.accuracy:.1%} accuracy at ε = {rounded_up(row.epsilon)}" in text
     assert "least biased" not in text and "on the same gradients" not in text
     assert "A private run with psac on data" in text
+    assert "What clipping does" in text and "Why methods differ" not in text
+
+
+def test_a_class_that_is_never_found_is_said_though_the_accuracy_is_good(compared: Path, tmp_path: Path) -> None:
+    shutil.copytree(compared / "1-flat", tmp_path / "run")
+    place = tmp_path / "run" / "calibration.json"
+    known = json.loads(place.read_text())
+    first, second, *_ = known["classes"]
+    assert alarms(in_numbers(read([tmp_path / "run"]))) == []
+    for samples, said in ((9, []), (10, ["flat finds no evaluation sample of the class 1, counted from 0, which the"])):
+        second.update(samples=samples, accuracy=0.0)
+        place.write_text(json.dumps(known))
+        found = alarms(in_numbers(read([tmp_path / "run"])))
+        assert [text[: len(said[0])] for text in found] == said
+    first.update(samples=50, accuracy=0.0)
+    place.write_text(json.dumps(known))
+    (row,) = in_numbers(read([tmp_path / "run"]))
+    assert "of the classes 0, 1, counted from 0" in alarms([row])[0]
+    (text,) = alarms([replace(row, accuracy=row.baseline)])  # then that is what there is to say
+    assert "no better than always saying" in text
 
 
 def test_runs_that_nobody_looked_into_have_quality_privacy_and_calibration(others: Path, compared: Path) -> None:
@@ -403,7 +423,7 @@ def test_a_regression_shows_its_error_and_less_is_better(others: Path, tmp_path:
     assert f"The least error is flat regression’s: {error:.4g}" in shown.text.replace("also ", "")
     assert "Error for the privacy spent" in shown.text and "; down is better." in shown.text
     assert shown.text.count("root mean squared, in the label’s own unit") == 2, "of the column and of the curve"
-    assert answer(rows(runs)[:1])[0].count("root mean squared, in the label’s own unit") == 1
+    assert answer(in_numbers(runs)[:1])[0].count("root mean squared, in the label’s own unit") == 1
 
 
 def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> None:
@@ -413,7 +433,7 @@ def test_what_no_look_sees_of_a_method_is_said(others: Path, compared: Path) -> 
 
 
 def test_runs_that_saw_other_gradients_are_not_ranked_as_if_they_had_the_same(others: Path, compared: Path) -> None:
-    dice, flat = rows(read([others / "dice", compared / "1-flat"]))
+    dice, flat = in_numbers(read([others / "dice", compared / "1-flat"]))
     for other, begins in ((0.6, "Over its own run *dice* is"), (0.3, "Over their own runs there is no difference")):
         said = answer([replace(dice, bias=0.3), replace(flat, bias=other)])  # noise alone would decide which
         assert said[0].startswith(begins) and "this does not rank the methods" in said[1]
@@ -447,7 +467,7 @@ def test_an_audits_verdict_is_shown_and_a_false_claim_comes_first(compared: Path
         row = {**audit, "passed": passed, "shown": 1.5 if passed else 4.25}
         (tmp_path / name / "audit.json").write_text(json.dumps({"passed": passed, "rows": [row]}))
     runs = read([tmp_path])
-    found = rows(runs)
+    found = in_numbers(runs)
     text = Read(page(runs, figures(runs))).text
     assert "every claim holds" in text and "a claim is FALSE" in text and "4.25" in text
     assert "flat(clip_norm=0.5) · audited" in text and "psac(clip_norm=0.5, r=0.1) · audit: FALSE claim" in text

@@ -22,7 +22,7 @@ from clipwise.config import TrainConfig, checked
 from clipwise.data import Arrays
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import descend, holds, known, measures, read
-from clipwise.experiments.experiment import HOME, SCALES
+from clipwise.experiments.experiment import HOME, SCALES, _quantities
 from clipwise.experiments.results import averaged, formatted, summary
 from clipwise.losses import squared_error as squared
 from clipwise.methods import METHODS
@@ -335,6 +335,7 @@ MEASURED = {"a": {"q": 1.0}, "ab": {"q": 3.0}, "c d": {"q": 2.0, "r": -1.0}}
         ("max(q['*b']) >= 3", True),
         ("spread(q['a*']) > 1.5", True),
         ("abs(r['c d']) >= 1", True),
+        ("r['c d'] / (q['a'] - 1) > -5", False),
         ("q['missing'] > 0", None),
         ("r['a'] > 0", None),
         ("max(r['a*']) > 0", None),
@@ -417,6 +418,8 @@ def test_an_experiment_of_ones_own_is_measured_and_held_against_its_numbers(caps
     for name in ("accuracy", "ece", "auc", "train_accuracy", "sampling_noise", "bias_other", "mean_cosine"):
         assert name in private["values"] and name in free["values"]
     assert "noise_of_window" in free["values"]
+    # what a file can speak of is what is measured
+    assert {*private["values"], *free["values"]} == _quantities(tomllib.loads(OWN)) - {"error", "mean_error"}
     lines = {(each["run"], each["quantity"]): each for each in found["lines"]}
     assert lines["free", "accuracy"]["difference"] == pytest.approx(free["values"]["accuracy"] - 0.5)
     (claim,) = found["claims"]
@@ -541,6 +544,18 @@ def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str], w
         ('kind = "lines"', 'kind = "line"', "did you mean 'lines'"),
         ('name = "free"', 'name = "private 1.0"', "names of their own"),
         ('{ method = "flat(1.0)" }', '{ method = "flat(1.0)", epsilon = 1.0 }', "can have no epsilon"),
+        ("\"accuracy['free'] >", "\"acuracy['free'] >", "quantity in a claim of own.toml, 'acuracy': did you"),
+        ("accuracy['private 1.0']\"", "accuracy['privat 1.0']\"", "as a claim says: did you mean 'private 1.0'"),
+        ("2 * accuracy", "2 ** accuracy", "expected a claim such as"),
+        ("2 * accuracy['private 1.0']", "2 * accuracy['p*']", "expected a claim such as"),  # two numbers
+        ("accuracy['free'] >", "mean_nll['free'] >", "'mean_nll': did you mean"),  # the final model's alone
+        ("{ free = 0.5 }", "{ fre = 0.5 }", "run in expected.accuracy of own.toml, 'fre': did you mean 'free'"),
+        ("accuracy = { free", "acuracy = { free", "quantity in expected of own.toml, 'acuracy': did you"),
+        ('shown = ["accuracy"', 'shown = ["acuracy"', "quantity in shown of own.toml, 'acuracy': did you"),
+        ('y = ["accuracy"]', 'y = ["acuracy"]', "quantity in plot of own.toml, 'acuracy': did you"),
+        ('"train", ', "", "train_accuracy in shown of own.toml is not measured: write measures = ['train', …]"),
+        ('says = "Noise costs something."', "", "a claim of own.toml must say its says"),
+        ('name = "free"', "", "a run of own.toml must say its name"),
     ],
 )
 def test_a_wrong_file_says_where_and_what(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import clipwise as cw
-from clipwise import start
+from clipwise import refusals, start
+from clipwise.data import as_dataset
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
@@ -127,10 +128,10 @@ def test_the_look_at_the_loss_leaves_the_model_and_the_generator_as_they_were() 
             return self.inner(x)
 
     model, before = Counting(), torch.get_rng_state()
-    start._try_loss(model, cw.cross_entropy, start.as_dataset((X, Y)))
+    refusals.try_loss(model, cw.cross_entropy, as_dataset((X, Y)))
     assert float(model.calls) == 0 and torch.equal(torch.get_rng_state(), before)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # what is not about formats stays as it is
-        start._try_loss(model, cw.cross_entropy, start.as_dataset((X[..., :3], Y)))
+        refusals.try_loss(model, cw.cross_entropy, as_dataset((X[..., :3], Y)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

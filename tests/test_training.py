@@ -477,7 +477,7 @@ def test_a_resumed_run_whose_data_grew_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
     more = (torch.randn(50, 4), torch.zeros(50, dtype=torch.long))
-    with pytest.raises(InputError, match="began with 40 samples for a batch of 10, got 50: another number of samples"):
+    with pytest.raises(InputError, match="began with 40 samples and a batch of 10, got 50 and 10: that is another "):
         trained(data=more, folder=tmp_path / "run", resume=True)
 
 

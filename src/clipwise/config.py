@@ -134,6 +134,9 @@ class CompareConfig(Training):
     folder: str | None = option(
         "where to write the runs; runs/compare-DATA-TIME unless given", None, group="output", kept=False
     )
+    resume: str | None = option(
+        "continue the interrupted comparison in this folder; finished runs are kept", None, group="output", kept=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
 from clipwise.records.tape import mapped
 from clipwise.records.tf32 import full_on_cpu
+from clipwise.refusals import refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
@@ -143,6 +144,11 @@ class Private:
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
         _guard(optimizer, self)
+
+    def __repr__(self) -> str:
+        """How far it is, of what."""
+        made = f"{self.steps_taken} of {self.steps} steps made, expected batch {self.expected_batch:g}"
+        return f"<private training of {type(self.model).__name__} by {self.method}: {made} of {len(self.data)} samples>"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse a copy, also a pickled one: it would release more of the same draws into a ledger of its own."""
@@ -250,6 +256,7 @@ class Private:
                 "and their ε would be wrong; write `for batch in private.batches(): private.step(batch)`"
             )
         parameters = trainable(self.model)
+        refuse_inference(parameters)
         fast = self._passes.fast
         if fast is not None and (new := set(parameters).difference(*fast.groups)):
             raise InputError(

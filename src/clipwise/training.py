@@ -6,6 +6,7 @@ Gives: ``train``, whose Run holds the model, the privacy statement and the measu
 
 from __future__ import annotations
 
+import inspect
 import json
 import warnings
 from collections import Counter
@@ -97,7 +98,8 @@ def train(
         fraction("average", average, open_end=True)
     for name in privacy:
         if name not in Privacy.__annotations__:
-            raise TypeError(f"train has no option {name!r}: {nearest(name, Privacy.__annotations__)}")
+            known = {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"}
+            raise TypeError(f"train has no option {name!r}: {nearest(name, known)}")
     if evaluate is not None and not callable(evaluate):
         raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
     chosen = _optimizer(model, optimizer)
@@ -254,10 +256,10 @@ class _Loop:
         """Refuse to go on from the checkpoint of a run that this one is not: one statement speaks for all of it."""
         private = self.private
         if (rate := state["plan"]["sampling_rate"]) != private.sampling_rate:  # it changes the noise too, so first
-            batch, now = private.expected_batch, len(private.data)
+            was, now, batch = state["plan"]["samples"], len(private.data), private.expected_batch
             raise InputError(
-                f"the run began with {batch / rate:.0f} samples for a batch of {batch:g}, got {now}: another number of "
-                "samples has another sampling rate, and so another noise; resume with the same data and batch"
+                f"the run began with {was} samples and a batch of {rate * was:g}, got {now} and {batch:g}: that is "
+                "another sampling rate, and so another noise; resume with the same data and batch"
             )
         # another number of steps is another noise, where that was calibrated
         same_noise = state["plan"]["noise_multiplier"] == private.noise_multiplier
@@ -380,6 +382,11 @@ def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] |
 def _scheduler(
     optimizer: Optimizer, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
+    if given is not None and not isinstance(given, LRScheduler) and not callable(given):
+        raise InputError(
+            f"scheduler must be one of torch's, or what makes one of an optimizer, got {given!r}: write scheduler="
+            "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        )
     made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
     if isinstance(made, ReduceLROnPlateau):
         raise InputError(

@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         with _one_line_warnings():
-            _print(_answer(arguments))
+            show(_answer(arguments))
     except Finding as found:
-        _print(str(found))
+        show(str(found))
         return 1
     except InputError as error:
         return _say(f"error: {error}", 2)
@@ -122,7 +122,8 @@ def _answer(arguments: list[str]) -> str:
     return run(settings)
 
 
-def _print(text: str) -> None:
+def show(text: str) -> None:
+    """Print it on standard output; what cannot be written is an error in one line, unless its reader went away."""
     try:
         print(text, end="", flush=True)
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from rich.text import Text
 from clipwise import methods
 from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads, warn_of
 from clipwise.cli.screen import Bar, rendered
-from clipwise.config import CompareConfig, TrainConfig, Training
+from clipwise.cli.stopping import Stopped, again, resumed
+from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
+from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
-from clipwise.report.answer import Row, best, ranking
-from clipwise.report.answer import rows as numbers
-from clipwise.report.folder import refuse_used
+from clipwise.report.answer import RunNumbers, best, in_numbers, ranking
+from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT, RunFolder
 from clipwise.report.runs import Recorded, short
 from clipwise.types import InputError
 
@@ -43,7 +45,7 @@ class Compared:
     bias: float | None  # direction error at the final model: 0 is unbiased; None where nobody looked
     mean_bias: float | None  # over all looks
     clipped: float | None  # share of samples that were shortened, at the final model
-    seconds: float
+    seconds: float | None  # of this call; None for a run that was finished before
     folder: str
     baseline: float | None  # accuracy of always saying the most frequent class
     diverged: int | None  # the step at which the run was first seen without finite numbers
@@ -51,7 +53,9 @@ class Compared:
 
 
 def run(config: CompareConfig) -> str:
-    """Train every method and lay the results side by side."""
+    """Train every method, or those that are left, and lay the results side by side."""
+    if config.resume is not None:
+        config = resumed(config, config.resume)
     if not config.methods:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
     try:
@@ -65,22 +69,20 @@ def run(config: CompareConfig) -> str:
     splits = splits_for(config, model)
     if splits.task == "regression":
         raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
-    folder = Path(config.folder or new_folder(f"compare-{short(config.data)}"))
-    refuse_used(folder)
-    times: dict[Path, float] = {}
-    chosen = [methods.parse(plan.method) for _, plan in plans]
-    with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
-        for number, (text, plan) in enumerate(plans, start=1):
-            start = time.monotonic()
-            bar.begin(f"{text:<{max(map(len, config.methods))}}")
-            place = folder / f"{number}-{chosen[number - 1].name.strip('_')}"
-            finished = run_one(plan, splits, place, bar, beside=chosen)
-            times[place] = time.monotonic() - start
-            if not config.quiet and not sys.stderr.isatty():
-                right = finished.metrics[-1]["accuracy"]
-                print(f"{text}: accuracy {right:.1%}, {times[place]:.1f} s", file=sys.stderr)
+    folder = Path(config.resume or config.folder or new_folder(f"compare-{short(config.data)}"))
+    if config.resume is None:
+        RunFolder(folder).write(SETTINGS, to_toml(config))
+    try:
+        times = _made(config, plans, splits, folder)
+    except BaseException as error:
+        if config.resume is None and not any(place.is_dir() for place in folder.iterdir()):  # bad input leaves none
+            (folder / SETTINGS).unlink()
+            folder.rmdir()
+        elif isinstance(error, KeyboardInterrupt):
+            raise Stopped(f"stopped; nothing is lost: write {again(config, folder)}") from None
+        raise
     runs = read(times)
-    found = numbers(runs)
+    found = in_numbers(runs)
     most = best(found, lambda row: row.accuracy, max, "{:.1%}".format)
     rows = [
         _compared(text, run, row, times[run.path], row in most)
@@ -96,7 +98,29 @@ def run(config: CompareConfig) -> str:
     return "" if config.quiet else _table(rows, ranking(found), together, config.delta, samples, page)
 
 
-def _compared(text: str, run: Recorded, row: Row, seconds: float, most: bool) -> Compared:
+def _made(
+    config: CompareConfig, plans: Sequence[tuple[str, TrainConfig]], splits: Splits, folder: Path
+) -> dict[Path, float | None]:
+    """Each method's run, by its folder, with its seconds; none for one that was finished before, which is kept."""
+    times: dict[Path, float | None] = {}
+    chosen = [methods.parse(plan.method) for _, plan in plans]
+    with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
+        for number, ((text, plan), method) in enumerate(zip(plans, chosen, strict=True), start=1):
+            place = folder / f"{number}-{method.name.strip('_')}"
+            times[place] = None
+            if (place / STATEMENT).is_file():
+                continue
+            start = time.monotonic()
+            bar.begin(f"{text:<{max(map(len, config.methods))}}")
+            begun = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
+            finished = run_one(begun, splits, place, bar, beside=chosen, command=again(config, folder))
+            times[place] = seconds = time.monotonic() - start
+            if not config.quiet and not sys.stderr.isatty():
+                print(f"{text}: accuracy {finished.metrics[-1]['accuracy']:.1%}, {seconds:.1f} s", file=sys.stderr)
+    return times
+
+
+def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, most: bool) -> Compared:
     """One run as a row of the table; a model that diverged has no bias in the end."""
     last = own(run.looks[-1]) if run.looks and run.diverged is None else {}
     return Compared(
@@ -106,7 +130,7 @@ def _compared(text: str, run: Recorded, row: Row, seconds: float, most: bool) ->
         bias=last.get("direction_error"),
         mean_bias=row.bias,
         clipped=last.get("clipped"),
-        seconds=round(seconds, 3),
+        seconds=None if seconds is None else round(seconds, 3),
         folder=str(run.path),
         baseline=row.baseline,
         diverged=row.diverged,
@@ -140,7 +164,7 @@ def _table(rows: list[Compared], ranked: str, together: float, delta: float, sam
             rounded_up(row.epsilon),
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
-            f"{row.seconds:.1f} s",
+            "–" if row.seconds is None else f"{row.seconds:.1f} s",
             "most accurate" if row.best else "diverged" if row.diverged is not None else "",
             style="bold" if row.best else "",
         )

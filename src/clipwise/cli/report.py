@@ -15,7 +15,7 @@ from clipwise.cli.screen import rendered
 from clipwise.config import ReportConfig
 from clipwise.plain import as_json
 from clipwise.report import read, write_report
-from clipwise.report.answer import rows, told
+from clipwise.report.answer import in_numbers, told
 from clipwise.types import InputError
 
 
@@ -28,7 +28,7 @@ def run(config: ReportConfig) -> str:
     found = read(config.runs)
     folder = Path(config.folder or (config.runs[0] if len(config.runs) == 1 else new_folder("report")))
     page, numbers, *plots = write_report(found, folder, plots=True)
-    answer = told(rows(found))
+    answer = told(in_numbers(found))
     if config.json:
         places = {"report": str(page), "numbers": str(numbers), "plots": [str(plot) for plot in plots]}
         return as_json({**places, "runs": len(found), "answer": answer})

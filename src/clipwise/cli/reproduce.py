@@ -240,7 +240,14 @@ class _Study:
 
 
 def _descended(
-    plan: TrainConfig, model: nn.Module, loss: Loss, data: Any, method: Method, steps: int, look: Any, keep: int = 0
+    plan: TrainConfig,
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    method: Method,
+    steps: int,
+    after_step: Any,
+    keep: int = 0,
 ) -> Any:
     optimizer = optimizer_of(plan, model.parameters())
     return descend(
@@ -256,7 +263,7 @@ def _descended(
         scheduler=CosineAnnealingLR(optimizer, steps) if plan.schedule == "cosine" else None,
         post=None if plan.post is None else postprocess.parse(plan.post),
         keep=keep,
-        look=look,
+        after_step=after_step,
     )
 
 

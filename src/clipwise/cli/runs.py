@@ -1,20 +1,17 @@
-"""One run from its settings: data, model and optimizer by name, the folder, stopping and resuming.
+"""One run from its settings: data, model and optimizer by name, and the folder.
 
 Receives: TrainConfig.
-Gives: the finished Run; on Ctrl-C, Stopped, which says how to go on.
+Gives: run_one, the finished Run; what it is made of, for the commands that need a part of it.
 """
 
 from __future__ import annotations
 
 import datetime
 import inspect
-import shlex
-import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +24,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from clipwise import methods, models, training
 from clipwise.accounting import Ledger
 from clipwise.cli.screen import Bar
-from clipwise.config import TrainConfig, Training, from_toml, made, one_given, to_toml
+from clipwise.cli.stopping import again, patient, resumable
+from clipwise.config import TrainConfig, Training, one_given, to_toml
 from clipwise.data import Arrays, Splits, load
 from clipwise.data.source import parsed
 from clipwise.diagnostics import Monitor, calibration, predicted
@@ -38,9 +36,10 @@ from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss, device_of
 from clipwise.records.tape import tensors
-from clipwise.report.answer import Row, alarms
-from clipwise.report.folder import CALIBRATION, CHECKPOINT, LEDGER, SETTINGS, STATEMENT, write
+from clipwise.report.answer import RunNumbers, alarms
+from clipwise.report.folder import CALIBRATION, LEDGER, write
 from clipwise.report.runs import short
+from clipwise.start import Privacy
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
@@ -62,11 +61,7 @@ NETWORKS = {
 }
 
 # (model, the method as it is at this step) → what else to measure; called at each measurement
-Look = Callable[[nn.Module, Method], None]
-
-
-class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with a message that says how to go on."""
+AtMeasurement = Callable[[nn.Module, Method], None]
 
 
 def optimizers() -> dict[str, type[Optimizer]]:
@@ -121,16 +116,6 @@ def new_folder(name: str) -> Path:
     return next(place for place in tries if not place.exists())
 
 
-def settings_of(folder: str) -> TrainConfig:
-    """The settings of the interrupted run in a folder."""
-    place = Path(folder)
-    if (place / STATEMENT).is_file():
-        raise InputError(f"the run in {place} is finished: repeat it with clipwise train --config {place / SETTINGS}")
-    if not (place / CHECKPOINT).is_file():
-        raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
-    return made(TrainConfig, from_toml(TrainConfig, place / SETTINGS))
-
-
 def splits_for(config: Training, model: str) -> Splits:
     """The data, as tokens or as numbers, whichever the model takes."""
     splits = load(config.data)
@@ -182,11 +167,13 @@ def run_one(
     splits: Splits,
     folder: Path,
     bar: Bar,
-    look: Look | None = None,
+    at_measurement: AtMeasurement | None = None,
     beside: Sequence[Method] = (),
+    command: str | None = None,
 ) -> training.Run:
     """Train as the resolved settings say, resuming where ``config.resume``; diagnose ``beside`` other methods too.
 
+    ``command`` is what to write to go on, where that is not ``clipwise train --resume``.
     *Guarantees*: Ctrl-C waits for the end of the step, so that the checkpoint holds every release that the ledger has;
     a second one does not wait.
     """
@@ -201,20 +188,9 @@ def run_one(
     every = measured_every(config, steps)
     # a comparison is made of looks; in other runs they are multiples of the measurements, and so far apart
     apart = every if beside else every * -(-LOOKS_APART // every)
-    monitor = _monitor(config, splits, apart if config.diagnose_every is None else config.diagnose_every, beside)
-    done, again = 0, _again(config, folder)
-    with _patient(bar) as heard:
-
-        def progress(private: Private, row: Mapping[str, float]) -> None:
-            nonlocal done
-            done = private.steps_taken
-            bar(done, private.steps, row)
-            if look is not None and row.get("step") == done:  # measured just now
-                look(model, private.method)
-            if heard.is_set() and done < private.steps:
-                raise KeyboardInterrupt
-
-        try:
+    with patient(bar) as heard:
+        progress = _Progress(bar, heard, None if at_measurement is None else partial(at_measurement, model))
+        with resumable(folder, lambda: progress.done, steps, command or again(config, folder)):
             finished = training.train(
                 model,
                 loss_of(splits, config.precision),
@@ -228,47 +204,57 @@ def run_one(
                 resume=config.resume is not None,
                 progress=progress,
                 settings=to_toml(config),
-                monitor=monitor,
+                monitor=_monitor(config, splits, apart, beside),
                 tensorboard=config.tensorboard,
-                method=config.method,
-                epsilon=config.epsilon,
-                noise_multiplier=config.noise_multiplier,
-                delta=config.delta,
-                steps=steps,
-                batch=config.batch,
-                chunk=config.chunk,
-                noise="secure" if config.noise_seed is None else config.noise_seed,
-                accountant=config.accountant,
-                spent=spent_before(config.spent),
-                self_test=config.self_test,
-                compile=config.compile,
-                post=config.post,
-                public=public,
+                **_privacy(config, steps, public),
             )
-        except KeyboardInterrupt:
-            if not (folder / CHECKPOINT).is_file():
-                raise Stopped("stopped before the first step; nothing was trained") from None
-            raise Stopped(f"stopped after step {done} of {steps}; nothing is lost: write {again}") from None
-        except InputError as error:
-            if done and (folder / SETTINGS).is_file():
-                raise InputError(f"{error}; to resume, write {again}") from error
-            raise
     if splits.task == "classes":
         _calibrated(finished.model, splits, folder)
     return finished
 
 
-def warn_of(found: Sequence[Row]) -> None:
+@dataclass
+class _Progress:
+    """What happens after each step: it is shown, what was measured is handed on, and Ctrl-C is heard."""
+
+    bar: Bar
+    heard: threading.Event
+    at_measurement: Callable[[Method], None] | None
+    done: int = 0
+
+    def __call__(self, private: Private, row: Mapping[str, float]) -> None:
+        self.done = private.steps_taken
+        self.bar(self.done, private.steps, row)
+        if self.at_measurement is not None and row.get("step") == self.done:  # measured just now
+            self.at_measurement(private.method)
+        if self.heard.is_set() and self.done < private.steps:
+            raise KeyboardInterrupt
+
+
+def _privacy(config: TrainConfig, steps: int, public: Tensor | None) -> Privacy:
+    """What the settings say to ``make_private``."""
+    return {
+        "method": config.method,
+        "epsilon": config.epsilon,
+        "noise_multiplier": config.noise_multiplier,
+        "delta": config.delta,
+        "steps": steps,
+        "batch": config.batch,
+        "chunk": config.chunk,
+        "noise": "secure" if config.noise_seed is None else config.noise_seed,
+        "accountant": config.accountant,
+        "spent": spent_before(config.spent),
+        "self_test": config.self_test,
+        "compile": config.compile,
+        "post": config.post,
+        "public": public,
+    }
+
+
+def warn_of(found: Sequence[RunNumbers]) -> None:
     """Say which of the finished runs came to nothing."""
     for text in alarms(found):
         warnings.warn(text, stacklevel=2)
-
-
-def _again(config: TrainConfig, folder: Path) -> str:
-    """The command that goes on with the run in this folder, where it is now: its settings do not say where."""
-    words = ["clipwise", "train", "--resume", str(folder)]
-    words += ["--device", config.device] if config.device != "cpu" else []
-    return shlex.join([*words, "--tensorboard"] if config.tensorboard else words)
 
 
 def spent_before(folder: str | None) -> Ledger | None:
@@ -281,8 +267,9 @@ def spent_before(folder: str | None) -> Ledger | None:
     return Ledger(place)
 
 
-def _monitor(config: TrainConfig, splits: Splits, every: int, beside: Sequence[Method]) -> Monitor | None:
+def _monitor(config: TrainConfig, splits: Splits, apart: int, beside: Sequence[Method]) -> Monitor | None:
     """A look at some of the test data; none where the method gives each sample public companions that rows lack."""
+    every = apart if config.diagnose_every is None else config.diagnose_every
     if whole("diagnose_every", every, least=0) == 0 or methods.parse(config.method).companions:
         return None
     most = min(LOOKED_AT, max(64, config.batch), config.chunk or LOOKED_AT, len(splits.test))
@@ -369,33 +356,6 @@ def measured_every(config: TrainConfig, steps: int) -> int:
     return (
         -(-steps // MEASUREMENTS) if config.evaluate_every is None else whole("evaluate_every", config.evaluate_every)
     )
-
-
-@contextmanager
-def _patient(bar: Bar) -> Iterator[threading.Event]:
-    """Within it the first Ctrl-C or SIGTERM sets the event that is given, and the second one interrupts.
-
-    SIGTERM too: a batch system or a container that ends sends it, and a killed run pays for its last steps twice.
-    """
-    heard = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
-        yield heard
-        return
-
-    def hear(*_: object) -> None:
-        restore()
-        heard.set()
-        bar.stopping()
-
-    def restore() -> None:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-    before = {kind: signal.signal(kind, hear) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield heard
-    finally:
-        restore()
 
 
 def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:

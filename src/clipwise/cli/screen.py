@@ -6,6 +6,7 @@ Gives: Bar, a context, and rendered, which lays a table out for the terminal or 
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from clipwise.cli import show
 from clipwise.plain import as_json
 
 
@@ -69,7 +71,7 @@ class Bar:
         room = self._width - self._taken - len(f"{total}/{total}")
         self._progress.update(self._task, completed=done, measured=_measured(row, room))
         if self._lines and row.get("step") == done:
-            print(self._line(done, total, row), end="", flush=True)
+            show(self._line(done, total, row))
 
     def _line(self, done: int, total: int, row: Mapping[str, float]) -> str:
         each = (time.monotonic() - self._began) / max(1, done - self._first)  # the first step set the clock
@@ -101,8 +103,8 @@ def quality(row: Mapping[str, float]) -> tuple[str, str]:
 
 def rendered(*parts: RenderableType) -> str:
     """The parts as text for standard output, in colour where that is a terminal."""
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+    page = io.StringIO()  # a capture of standard output itself would write to it, and break where nothing can
+    console = Console(file=page, force_terminal=Console().is_terminal, highlight=False)
+    for part in parts:
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in page.getvalue().splitlines())

@@ -7,29 +7,28 @@ Gives: the run's folder, and a summary as text or JSON.
 from __future__ import annotations
 
 import time
-from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, settings_of, splits_for, use_threads, warn_of
+from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
-from clipwise.config import TrainConfig, flag
+from clipwise.cli.stopping import resumed
+from clipwise.config import TrainConfig
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import read
-from clipwise.report.answer import rows
+from clipwise.report.answer import in_numbers
 from clipwise.report.folder import refuse_used
 from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
 from clipwise.training import Run
-from clipwise.types import InputError
 
 
 def run(config: TrainConfig) -> str:
     """Train, or go on training, and say what came of it."""
-    config = resolved(config) if config.resume is None else _resumed(config, config.resume)
+    config = resolved(config) if config.resume is None else resumed(config, config.resume)
     assert config.model is not None  # it is resolved
     use_threads(config)
     if config.resume is None and config.folder is not None:
@@ -41,22 +40,11 @@ def run(config: TrainConfig) -> str:
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
         finished = run_one(config, splits, folder, bar)
-    warn_of(rows(read([folder])))
+    warn_of(in_numbers(read([folder])))
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return as_json(_values(config, finished, time.monotonic() - start), indent)
     return "" if config.quiet else _summary(finished, evaluated(config, splits), time.monotonic() - start)
-
-
-def _resumed(config: TrainConfig, folder: str) -> TrainConfig:
-    """The settings of the run, with what this call says about how and where; anything else would make it another."""
-    begun = settings_of(folder)
-    free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
-    for name in sorted(config.spoken - free):
-        value, was = getattr(config, name), folder if name == "folder" else getattr(begun, name)
-        if value != was and not (name == "method" and str(methods.parse(value)) == was):
-            raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value} for {was}: leave it out")
-    return replace(begun, **{name: getattr(config, name) for name in free})
 
 
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:

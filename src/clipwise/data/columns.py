@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clipwise.data.source import plain
+from clipwise.data.source import escaped, plain
 from clipwise.types import InputError, whole
 
 
@@ -34,18 +34,27 @@ class Cells(list[Any]):
 
 @dataclass(frozen=True)
 class Range:
-    """A number between two public ones: mapped to [−1, 1] by itself or by log(1 + v), and clipped to it."""
+    """A number between two public ones: mapped to [−1, 1] by itself or by log(1 + v), and clipped to it.
+
+    ``missing`` are the words that stand where there is no number: 0, the middle, and a one-hot row behind it.
+    """
 
     low: float
     high: float
     log: bool = False
+    missing: tuple[str, ...] = ()
 
     def __call__(self, cells: Cells) -> NDArray[np.float64]:
-        """[n, 1]."""
-        values = np.array([self.low, self.high, *np.clip(_numbers(cells), self.low, self.high)])
+        """[n, 1 + number of words]."""
+        absent = Values(self.missing)(cells)
+        none = absent.sum(1) > 0
+        numbers = (self.low if gone else cell for gone, cell in zip(none, cells, strict=True))
+        known = _numbers(Cells(cells.name, numbers, cells.lines))
+        values = np.array([self.low, self.high, *np.clip(known, self.low, self.high)])
         values = np.log1p(values) if self.log else values
         low, high = values[:2]
-        return np.asarray((2 * values[2:, None] - low - high) / (high - low))
+        scaled = np.where(none, 0.0, (2 * values[2:] - low - high) / (high - low))
+        return np.column_stack([scaled, absent])
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,10 @@ _RANGE = re.compile(r"(log\()?([^()]+?)\.\.([^()]+?)(\))?")
 
 
 def meaning(text: str) -> tuple[str, Meaning]:
-    """``age:17..90``, ``income:log(0..500000)``, ``sex:Female|Male``, ``country:#16`` or ``age`` → name and meaning."""
+    """``age:17..90``, ``pay:log(0..500000)|NA``, ``sex:Female|Male``, ``country:#16`` or ``age`` → name and meaning."""
     name, colon, said = text.partition(":")
-    name, match = plain(name), _RANGE.fullmatch(said)
+    number, *missing = said.split("|")
+    name, match = plain(name), _RANGE.fullmatch(number)
     if not colon:
         return name, AsIs()
     if said.startswith("#"):
@@ -98,11 +108,17 @@ def meaning(text: str) -> tuple[str, Meaning]:
             low, high = float(match[2]), float(match[3])
         except ValueError:
             low = high = np.nan
+        words = tuple(map(plain, missing))
         if not (np.isfinite([low, high]).all() and low < high and (low > -1 or not match[1])):
             raise InputError(
-                f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {said!r}: write {name}:0..100"
+                f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {number!r}: write {name}:0..100"
             )
-        return name, Range(low, high, log=bool(match[1]))
+        if len(set(words)) < len(words) or any(".." in each for each in words):
+            raise InputError(
+                f"behind the range of {name} must stand what is written for a missing number, each once, got {said!r}: "
+                f"write '{name}:{number}|NA', or '{name}:{number}|' where cells are blank"
+            )
+        return name, Range(low, high, log=bool(match[1]), missing=words)
     values = tuple(plain(value) for value in said.split("|"))
     if len(values) < 2 or len(set(values)) < len(values) or not all(values):
         raise InputError(
@@ -129,11 +145,12 @@ def numeric(cell: Any) -> bool:
 
 
 def _numbers(cells: Cells) -> NDArray[np.float64]:
-    """[n]; a cell that is no finite number is an error, since a guess for it would have to come from other rows."""
+    """[n]; a cell that is no finite number is an error: a guess for it would have to come from other rows."""
     name, values = cells.name, np.empty(len(cells))
     for row, cell in enumerate(cells):
         if not is_number(cell):
-            write = "write it with a point and no other signs, as in 1234.5" if numeric(cell) else "fill or remove it"
+            missing = f"write '{escaped(name)}:LOW..HIGH|{escaped(word(cell))}' where a number is missing"
+            write = "write it with a point and no other signs, as in 1234.5" if numeric(cell) else missing
             raise InputError(
                 f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: {write}, "
                 f"say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"

@@ -12,6 +12,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,52 +124,34 @@ def _jsonl(path: Path) -> Table:
 # ------------------------------------------------------------------------------------------------------------ encoding
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What the source's options say: the label's column and what it means, and the columns that are inputs."""
+
+    name: str
+    label: Range | Values
+    text: tuple[str, ...]
+    columns: Mapping[str, Meaning]  # empty where there is text
+
+
 def encoded(source: Source, tables: Sequence[Table]) -> Splits:
     """A training part, and a test part if there is one, as the source's options say what their columns mean."""
-    if "label" not in source.options:
-        if _headless(source, tables[0]):
-            raise InputError(f"{source.name} needs to know the label's column: {_HEADLESS}")
-        raise InputError(
-            f"{source.name} needs to know the label's column, one of {_shown(tables[0])}: write "
-            f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
-        )
-    name, label = meaning(source.options["label"])
-    if not isinstance(label, (Range, Values)) or (isinstance(label, Range) and label.log):  # an error has one unit
-        raise InputError(
-            f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
-            f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
-        )
-    text = [plain(column) for column in source.listed("text")]
-    if text and "columns" in source.options:
-        raise InputError("data must have either text or columns, got both: leave one out")
-    columns = dict(map(meaning, source.listed("columns")))
-    if not text and not columns:
-        columns = {column: AsIs() for column in tables[0] if column != name}
-    if name in (*text, *columns):
-        raise InputError(
-            f"the label {name} must not be among the inputs, got it in text or columns: leave it out there"
-        )
+    said = _said(source, tables[0])
     vocabulary, tokens = sizes(source)
     parts: list[tuple[Tensor, Tensor]] = []
     for table in tables:
-        cells = {column: _column(source, table, column) for column in (name, *text, *columns)}
-        y = _labels(label, cells[name])
-        if not parts:
-            _refuse_words(source, cells, columns)
-        if text:
-            rows = zip(*([word(cell) for cell in cells[column]] for column in text), strict=True)
-            parts.append((tokenised(rows, vocabulary, tokens), y))
+        y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
+        _refuse_words(source, table, said.columns)
+        inputs = [_column(source, table, column) for column in said.text or said.columns]
+        if said.text:
+            x = tokenised(zip(*([word(cell) for cell in cells] for cells in inputs), strict=True), vocabulary, tokens)
         else:
-            numbers = np.concatenate([said(cells[column]) for column, said in columns.items()], 1)
-            parts.append((torch.from_numpy(numbers.astype(np.float32)), y))
+            columns = [as_said(cells) for as_said, cells in zip(said.columns.values(), inputs, strict=True)]
+            x = torch.from_numpy(np.concatenate(columns, 1).astype(np.float32))
+        parts.append((x, y))
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
-    bare = [column for column, said in columns.items() if said == AsIs()]
-    if bare:
-        warnings.warn(
-            f"nothing is said about the range of {_shown(bare)}: v enters as sign(v)·log(1 + |v|); where you know the "
-            f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'",
-            stacklevel=2,
-        )
+    _warn_of_bare(said.columns)
+    label = said.label
     classes, unit = (len(label.names), 1.0) if isinstance(label, Values) else (1, (label.high - label.low) / 2)
     return Splits(
         source.text,
@@ -177,17 +160,56 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
         classes,
         tuple(parts[0][0].shape[1:]),
         task="classes" if isinstance(label, Values) else "regression",
-        vocabulary=vocabulary if text else None,
+        vocabulary=vocabulary if said.text else None,
         unit=unit,
     )
 
 
-def _refuse_words(source: Source, cells: Table, columns: Mapping[str, Meaning]) -> None:
+def _said(source: Source, table: Table) -> _Said:
+    if "label" not in source.options:
+        if _headless(source, table):
+            raise InputError(f"{source.name} needs to know the label's column: {_HEADLESS}")
+        raise InputError(
+            f"{source.name} needs to know the label's column, one of {_shown(table)}: write "
+            f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
+        )
+    name, label = meaning(source.options["label"])
+    several = isinstance(label, Range) and (label.log or label.missing)  # an error has one unit, of numbers alone
+    if not isinstance(label, Range | Values) or several:
+        raise InputError(
+            f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
+            f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
+        )
+    text = tuple(map(plain, source.listed("text")))
+    if text and "columns" in source.options:
+        raise InputError("data must have either text or columns, got both: leave one out")
+    columns = dict(map(meaning, source.listed("columns")))
+    if not text and not columns:
+        columns = {column: AsIs() for column in table if column != name}
+    if name in (*text, *columns):
+        raise InputError(
+            f"the label {name} must not be among the inputs, got it in text or columns: leave it out there"
+        )
+    return _Said(name, label, text, columns)
+
+
+def _warn_of_bare(columns: Mapping[str, Meaning]) -> None:
+    bare = [column for column, said in columns.items() if said == AsIs()]
+    if bare:
+        warnings.warn(
+            f"nothing is said about the range of {_shown(bare)}: v enters as sign(v)·log(1 + |v|); where you know the "
+            f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'",
+            stacklevel=3,
+        )
+
+
+def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) -> None:
     """Refuse columns of words of which nothing was said; the error is the line to write."""
-    words = [name for name, said in columns.items() if said == AsIs() and not any(map(numeric, cells[name]))]
+    bare = {name: _column(source, table, name) for name, said in columns.items() if said == AsIs()}
+    words = [name for name, cells in bare.items() if not any(map(numeric, cells))]
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
-        first = cells[words[0]]
+        first = bare[words[0]]
         line = source.with_options(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
         raise InputError(
             f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write {line} "

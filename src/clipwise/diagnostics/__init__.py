@@ -3,7 +3,7 @@
 Receives: per-sample gradients and methods; logits and labels.
 Gives: numbers marked ``not private``; on a public proxy they cost the training data nothing, and say that too.
 
-To read in this order: seen (a batch's norms and mean), together (products of several weightings, in one pass), bias
+To read in this order: finite (a batch's norms and mean), together (products of several weightings, in one pass), bias
 (what methods do), measure (all of it, and the monitor of a run), window (over iterates), ntk (the tangent kernel under
 clipping), quality (of predictions) and their calibration.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipwise.accounting.dice import sensitivity
-from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen, within
+from clipwise.diagnostics.finite import FiniteGradients, Mean, finite_part, layers_of, within
 from clipwise.diagnostics.together import products
 from clipwise.methods import Block, Method, parse
 from clipwise.records import SampleGradients
@@ -96,13 +96,13 @@ def method_of(given: Method | str) -> Method:
 
 def clipping_bias(gradients: SampleGradients, method: Method | str) -> ClippingBias:
     """The bias that ``method`` would have on these samples; several methods may look at the same gradients."""
-    chosen, looked = method_of(method), seen(gradients)
+    chosen, looked = method_of(method), finite_part(gradients)
     (found,), _ = effects(looked, [chosen], looked.mean())
     return found.whole
 
 
 def effects(
-    looked: Seen,
+    looked: FiniteGradients,
     methods: Sequence[Method],
     true: Mean,
     *,
@@ -148,12 +148,12 @@ def effects(
     return found, read.inner
 
 
-def _stacked(columns: list[Tensor], looked: Seen) -> Tensor:
+def _stacked(columns: list[Tensor], looked: FiniteGradients) -> Tensor:
     return torch.stack(columns) if columns else looked.squares.new_zeros(0, len(looked.squares))
 
 
 def _clipped(
-    looked: Seen, blocks: Sequence[Block], norms: Tensor, parts: Sequence[Sequence[str]], squares: Tensor
+    looked: FiniteGradients, blocks: Sequence[Block], norms: Tensor, parts: Sequence[Sequence[str]], squares: Tensor
 ) -> list[float]:
     """The share of samples that some block shortens, for each part of the parameters."""
     # by the method's own ω: the step's margin for rounding shortens every gradient a little
@@ -179,7 +179,11 @@ def _bias(gg: float, kk: float, kg: float, **known: Any) -> ClippingBias:
 
 
 def _noise(
-    looked: Seen, blocks: Sequence[Block], method: Method, noise_multiplier: float | None, expected_batch: float | None
+    looked: FiniteGradients,
+    blocks: Sequence[Block],
+    method: Method,
+    noise_multiplier: float | None,
+    expected_batch: float | None,
 ) -> dict[str, float] | None:
     """Expected squared length of the noise in each parameter of the released mean: d (σ Δ_r)²/share_r/B²."""
     if (noise_multiplier is None) != (expected_batch is None):

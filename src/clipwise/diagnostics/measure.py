@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects, method_of
-from clipwise.diagnostics.seen import Mean, Seen, layers_of, seen
+from clipwise.diagnostics.finite import FiniteGradients, Mean, finite_part, layers_of
 from clipwise.methods import Engine, Method
 from clipwise.records import SampleGradients, batch_size
 from clipwise.records.tape import tensors
@@ -134,7 +134,7 @@ def measure(
     """
     one_of("data", data, NOTES)
     chosen = [method_of(each) for each in ([methods] if isinstance(methods, Method | str) else methods)]
-    looked = seen(gradients)
+    looked = finite_part(gradients)
     true = looked.mean()
     release = {"noise_multiplier": noise_multiplier, "expected_batch": expected_batch}
     here = {str(method): method for method in chosen if method.probe is None and method.unit == 1}
@@ -216,7 +216,7 @@ class Monitor:
         return replace(found, seconds=time.perf_counter() - began)
 
 
-def _weighed(looked: Seen, method: Method, taken: SampleGradients | None) -> Seen:
+def _weighed(looked: FiniteGradients, method: Method, taken: SampleGradients | None) -> FiniteGradients:
     """What a method weighs that does not weigh each gradient at θ: its own, averaged where its unit is several."""
     if method.probe is not None and taken is None:
         raise InputError(
@@ -224,10 +224,10 @@ def _weighed(looked: Seen, method: Method, taken: SampleGradients | None) -> See
             "write taken={str(method): method.gradients(engine, rows)}"
         )
     own = looked.gradients if taken is None else taken
-    return seen((1 / method.unit) * own.merged(method.unit) if method.unit > 1 else own)
+    return finite_part((1 / method.unit) * own.merged(method.unit) if method.unit > 1 else own)
 
 
-def _spreads(looked: Seen, true: Mean, parts: Sequence[Sequence[str]]) -> list[Spread]:
+def _spreads(looked: FiniteGradients, true: Mean, parts: Sequence[Sequence[str]]) -> list[Spread]:
     """One for each part of the parameters."""
     squares = looked.kept(looked.sq_norms(parts))
     levels = torch.tensor(LEVELS, dtype=torch.float64, device=squares.device)
@@ -241,7 +241,7 @@ def _spreads(looked: Seen, true: Mean, parts: Sequence[Sequence[str]]) -> list[S
     return found
 
 
-def _buckets(looked: Seen, true: Mean, inner: Tensor) -> tuple[Bucket, ...]:
+def _buckets(looked: FiniteGradients, true: Mean, inner: Tensor) -> tuple[Bucket, ...]:
     norms = looked.kept(looked.squares.sum(1)).sqrt()
     length = math.sqrt(true.sq_norm(looked.gradients.names))
     # cos(g_i, ĝ) = ⟨g_i, ĝ⟩/(‖g_i‖ ‖ĝ‖)

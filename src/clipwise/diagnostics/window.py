@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clipwise.diagnostics.bias import NOT_PRIVATE
-from clipwise.diagnostics.seen import seen
+from clipwise.diagnostics.finite import finite_part
 from clipwise.records import SampleGradients
 from clipwise.types import InputError
 
@@ -71,7 +71,7 @@ def independence(iterates: Sequence[SampleGradients]) -> Independence:
 
 def _noise_products(iterates: Sequence[SampleGradients]) -> Tensor:
     """⟨g_l − ĝ_l, g_l' − ĝ_l'⟩ of each sample from norms of sums: ⟨u, v⟩ = (‖u + v‖² − ‖u‖² − ‖v‖²)/2."""
-    looked = [seen(each) for each in iterates]
+    looked = [finite_part(each) for each in iterates]
     finite = torch.stack([each.finite for each in looked]).all(0)
     if not bool(finite.any()):
         raise InputError("expected samples whose gradients are finite at every iterate, got none")

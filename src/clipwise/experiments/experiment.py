@@ -6,7 +6,6 @@ Gives: Experiment, with every run written out and every key known.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +13,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clipwise.experiments.claims import evaluated, fits
 from clipwise.types import InputError, nearest, one_of
 
 SCALES = ("small", "full")
 HOME = Path(__file__).parent
-MEASURES = ("train", "gradients", "calibration", "membership", "window")
+# what each of an experiment's measures measures: of the final model, or while it trains, and then also averaged: mean_…
+BIAS = ("cosine", "bias", "off_direction", "clipped")  # also of each method in compare, with its label behind
+BUCKETS = tuple(f"bucket_{fifth}" for fifth in range(1, 6))
+MEASURES = {
+    "train": ("train_accuracy", "train_loss"),
+    "gradients": ("norm_25", "norm_75", "mean_norm", "sampling_noise", *BUCKETS, *BIAS),
+    "calibration": ("ece", "mce", "nll", "confidence"),
+    "membership": ("auc", "auc_low", "auc_high"),
+    "window": ("noise_of_one", "noise_of_window", "noise_if_independent"),
+}
+AT_THE_END = ("calibration", "membership", "window")
+ALWAYS = ("step", "epsilon", "accuracy", "error", "loss", "baseline")
+OF_A_PROBLEM = ("step", "weight", "error")
+OF_WEIGHTS = ("largest_weight", "norm_of_largest", "weight_of_tiny", "weight_of_large")
 PLOTS = ("lines", "bars", "histogram", "heatmap")
 # key → its type; what is a table or a list in TOML is one here
 TOP: dict[str, type] = {
@@ -56,6 +69,7 @@ PART: dict[str, type] = {
     "seeds": int,
     "samples": int,
 }
+CLAIM: dict[str, type] = {"says": str, "check": str}
 PLOT: dict[str, type] = {"kind": str, "curve": str, "x": str, "y": list, "diagonal": bool, "log": list}
 PROBLEM: dict[str, type] = {"x": list, "y": list, "start": float, "optimum": float, "huber": float}
 
@@ -115,11 +129,8 @@ def read(name: str, scale: str) -> Experiment:
     file = Path(name) if name.endswith(".toml") else HOME / f"{name}.toml"
     if not name.endswith(".toml"):
         one_of("experiment", name, known())
-    raw = _checked(_parsed(file), TOP, name)
+    raw = _checked(_parsed(file), TOP, name, ("title", "shows", "runs", "shown"))
     part = _checked(raw.get(scale, {}), PART, f"{scale} of {name}")
-    for key in ("title", "shows", "runs", "shown"):
-        if key not in raw:
-            raise InputError(f"{name} must say its {key}, got none: write for instance {key} = …")
     for measure in raw.get("measures", []):
         one_of(f"measure in {name},", measure, MEASURES)
     plot = raw.get("plot")
@@ -131,6 +142,7 @@ def read(name: str, scale: str) -> Experiment:
     names = [run.name for run in runs]
     if not runs or len(set(names)) < len(names):
         raise InputError(f"{name} must have runs with names of their own at scale {scale}, got {names}")
+    _check_names(raw, name)
     return Experiment(
         name=name,
         title=raw["title"],
@@ -149,7 +161,7 @@ def read(name: str, scale: str) -> Experiment:
             quantity: {run: _number(value) for run, value in of.items()}
             for quantity, of in raw.get("expected", {}).items()
         },
-        claims=tuple(Claim(**_checked(claim, {"says": str, "check": str}, name)) for claim in raw.get("claims", [])),
+        claims=tuple(_claims(raw, name)),
         plot=plot,
         problem=raw.get("problem"),
         weights=raw.get("weights", False),
@@ -159,16 +171,12 @@ def read(name: str, scale: str) -> Experiment:
 def only(experiment: Experiment, patterns: Sequence[str]) -> tuple[Planned, ...]:
     """The runs whose names fit one of the patterns; all where there is none."""
     found = tuple(
-        run for run in experiment.runs if not patterns or any(_fits(run.name, pattern) for pattern in patterns)
+        run for run in experiment.runs if not patterns or any(fits(run.name, pattern) for pattern in patterns)
     )
     if not found:
         names = ", ".join(run.name for run in experiment.runs)
         raise InputError(f"no run of {experiment.name} is called {' or '.join(patterns)}: write one of {names}")
     return found
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
 def _parsed(file: Path) -> dict[str, Any]:
@@ -180,18 +188,70 @@ def _parsed(file: Path) -> dict[str, Any]:
         raise InputError(f"{file} must be TOML, got {error}") from error
 
 
-def _checked(values: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> dict[str, Any]:
+def _checked(
+    values: Mapping[str, Any], kinds: Mapping[str, type], where: str, needed: Sequence[str] = ()
+) -> dict[str, Any]:
     for key, value in values.items():
         if key not in kinds:
             raise InputError(f"unknown key {key!r} in {where}: {nearest(key, kinds)}")
         if not isinstance(value, kinds[key]) and not (kinds[key] is float and type(value) is int):
             raise InputError(f"{key} in {where} must be a {kinds[key].__name__}, got {value!r}")
+    for key in needed:
+        if key not in values:
+            raise InputError(f"{where} must say its {key}, got none: write for instance {key} = …")
     return dict(values)
+
+
+def _check_names(raw: Mapping[str, Any], name: str) -> None:
+    """Refuse quantities that nothing measures, and runs that no scale makes, wherever the file speaks of them."""
+    runs = list(dict.fromkeys(run.name for scale in SCALES for run in _runs(raw, raw.get(scale, {}), scale, name)))
+    known = _quantities(raw)
+
+    def check(quantity: str, where: str) -> None:
+        needed = next((measure for measure, of in MEASURES.items() if quantity.removeprefix("mean_") in of), None)
+        if needed is not None and needed not in raw.get("measures", []):
+            raise InputError(f"{quantity} in {where} of {name} is not measured: write measures = [{needed!r}, …]")
+        one_of(f"quantity in {where} of {name},", quantity, known)
+
+    def find(quantity: str, pattern: str) -> list[float]:
+        check(quantity, "a claim")
+        named = [run for run in runs if fits(run, pattern)]
+        if not named:
+            raise InputError(f"no run of {name} is called {pattern!r}, as a claim says: {nearest(pattern, runs)}")
+        return [1.0] * len(named)
+
+    for quantity in raw["shown"]:
+        check(quantity, "shown")
+    for quantity, of in raw.get("expected", {}).items():
+        check(quantity, "expected")
+        for run in of:
+            one_of(f"run in expected.{quantity} of {name},", run, runs)
+    for claim in _claims(raw, name):
+        evaluated(claim.check, find)
+    plot = raw.get("plot", {})
+    for quantity in plot.get("y", []) if plot.get("curve", "steps") == "steps" else []:
+        check(quantity, "plot")
+
+
+def _quantities(raw: Mapping[str, Any]) -> set[str]:
+    """Everything that a claim, a table or a plot of this experiment can speak of."""
+    if raw.get("weights"):
+        return set(OF_WEIGHTS)
+    seen, final = set(OF_A_PROBLEM if "problem" in raw else ALWAYS), set[str]()
+    seen |= {f"{text}_{label}" for label in raw.get("compare", {}) for text in BIAS}
+    for measure in raw.get("measures", []):
+        (final if measure in AT_THE_END else seen).update(MEASURES[measure])
+    return seen | final | {f"mean_{text}" for text in seen - {"step"}}
+
+
+def _claims(raw: Mapping[str, Any], name: str) -> Iterator[Claim]:
+    for claim in raw.get("claims", []):
+        yield Claim(**_checked(claim, CLAIM, f"a claim of {name}", tuple(CLAIM)))
 
 
 def _runs(raw: Mapping[str, Any], part: Mapping[str, Any], scale: str, name: str) -> Iterator[Planned]:
     for entry in raw["runs"]:
-        entry = _checked(entry, ENTRY, f"a run of {name}")
+        entry = _checked(entry, ENTRY, f"a run of {name}", ("name",))
         over = {key: part.get("over", {}).get(key, values) for key, values in entry.get("over", {}).items()}
         settings = {
             **raw.get("settings", {}),
@@ -208,7 +268,7 @@ def _runs(raw: Mapping[str, Any], part: Mapping[str, Any], scale: str, name: str
                 settings={key: _filled(value, at) for key, value in settings.items()},
                 noise_free=entry.get("noise_free", raw.get("noise_free", False)),
             )
-            if "runs" not in part or any(_fits(run.name, pattern) for pattern in part["runs"]):
+            if "runs" not in part or any(fits(run.name, pattern) for pattern in part["runs"]):
                 yield run
 
 

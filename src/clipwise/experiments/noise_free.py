@@ -29,7 +29,7 @@ from clipwise.types import Batch, Gradient, InputError, whole
 NOT_PRIVATE = "not private: trained without noise, for analysis only"
 CHUNK = 256
 # (steps taken, the engine for these samples) → nothing; called after each step
-Look = Callable[[int, Callable[[Tensor], Engine]], None]
+AfterStep = Callable[[int, Callable[[Tensor], Engine]], None]
 
 
 def descend(
@@ -46,7 +46,7 @@ def descend(
     scheduler: LRScheduler | None = None,
     post: Post | None = None,
     keep: int = 0,
-    look: Look | None = None,
+    after_step: AfterStep | None = None,
 ) -> tuple[Gradient, ...]:
     """Train without noise, on Poisson batches that follow the seed; gives the last ``keep`` iterates, oldest first.
 
@@ -88,8 +88,8 @@ def descend(
         optimizer.zero_grad(set_to_none=True)
         if scheduler is not None:
             scheduler.step()
-        if look is not None:
-            look(step + 1, partial(passes.engine, seed=0, state=state))
+        if after_step is not None:
+            after_step(step + 1, partial(passes.engine, seed=0, state=state))
     return iterates
 
 

@@ -53,8 +53,8 @@ from clipwise.types import InputError, one_of, whole
 __all__ = [
     "MODELS",
     "Accompanied",
+    "Listed",
     "Network",
-    "Row",
     "Scattering",
     "StandardisedConv2d",
     "build",
@@ -201,7 +201,7 @@ def _asked(text: str) -> tuple[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Row:
+class Listed:
     """One line of the table of networks; the shape and the size are those for ``data``."""
 
     name: str
@@ -211,10 +211,10 @@ class Row:
     paper: str  # empty where there is none
 
 
-def list() -> tuple[Row, ...]:  # noqa: A001 (models.list() says what it gives)
+def list() -> tuple[Listed, ...]:  # noqa: A001 (models.list() says what it gives)
     """The networks, in the order of MODELS."""
     return tuple(
-        Row(
+        Listed(
             name,
             network.parameters,
             network.data.shape,

@@ -1,14 +1,14 @@
 """What the numbers of several runs say, in a few sentences and a table.
 
 Receives: runs as they were recorded.
-Gives: Row for each run, and answer: who is least biased and why, in sentences whose names stand between asterisks.
+Gives: RunNumbers of each run; answer, who is least biased and why, in sentences with names between asterisks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +18,16 @@ from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
+OWN = (
+    "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all about the "
+    "same gradients."
+)
+MANY = 10  # evaluation samples of a class: fewer may be missed by chance
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it
 
 
 @dataclass(frozen=True)
-class Row:
+class RunNumbers:
     """One run in numbers; None is what nobody measured. Everything but ε, δ and the releases is not private."""
 
     name: str
@@ -42,6 +47,7 @@ class Row:
     spread: float | None  # weight of a short gradient (5 % quantile) over that of a long one (95 %); 1 is equal
     unseen: str  # state of the method that no look at gradients shows, such as its feedback
     ece: float | None
+    unfound: tuple[int, ...]  # classes of which the final model finds no evaluation sample, though there are many
     audit: bool | None  # whether every claim held
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
@@ -52,11 +58,11 @@ class Row:
         return f"*{self.name.replace('*', '∗')}*"
 
 
-def rows(runs: Sequence[Recorded]) -> list[Row]:
+def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
     """The runs in numbers."""
     same, clipped, rival = fair(runs, "direction_error"), fair(runs, "clipped"), comparable(runs)
     return [
-        Row(
+        RunNumbers(
             name=run.name,
             method=run.statement["method"],
             rival=rival,
@@ -74,6 +80,7 @@ def rows(runs: Sequence[Recorded]) -> list[Row]:
             spread=_spread(run, runs),
             unseen=next((own(look)["unseen"] for look in run.looks), ""),
             ece=None if run.calibration is None else run.calibration["ece"],
+            unfound=_unfound(run),
             audit=None if run.audit is None else bool(run.audit["passed"]),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
@@ -82,7 +89,7 @@ def rows(runs: Sequence[Recorded]) -> list[Row]:
     ]
 
 
-def answer(found: Sequence[Row]) -> list[str]:
+def answer(found: Sequence[RunNumbers]) -> list[str]:
     """The answer, its reason, and what it leaves open."""
     if len(found) == 1:
         return _single(found[0])
@@ -91,49 +98,78 @@ def answer(found: Sequence[Row]) -> list[str]:
     found = [row for row in found if row.diverged is None]
     if len(found) < 2:
         return _single(found[0]) if found else [DIVERGED]
-    shared = [row for row in found if row.same_bias is not None]
-    measured = shared if len(shared) > 1 else [row for row in found if row.bias is not None]
-
-    def bias(row: Row) -> float:
-        return (row.same_bias if len(shared) > 1 else row.bias) or 0.0
-
-    if len(measured) < 2:
+    ranks = _Ranks.of(found)
+    if len(ranks.order) < 2:
         return _quality(found, [])
-    order = sorted(measured, key=bias)
-    least, most = order[0], order[-1]
-    first, last = ([row for row in order if _whole(bias(row)) == _whole(bias(end))] for end in (least, most))
-    if first == order:
-        there = "There" if len(shared) > 1 else "Over their own runs there"
-        said = [
-            f"{there} is no difference in bias between {_and(order)}: {_whole(bias(least))} of the clipped mean "
-            "gradient points away from the true one."
-        ]
-    else:
-        near = [row for row in order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
-        close = f" Close behind: {', '.join(f'{row.said} ({_whole(bias(row))})' for row in near)}." if near else ""
-        one, same = len(first) == 1, len(shared) > 1
-        where = "" if same else "Over its own run " if one else "Over their own runs "
-        points = (
-            f"{_whole(bias(least))} of {'its' if one else 'the'} clipped mean gradient points away from the true one"
-        )
-        end = f"The most biased {'is' if len(last) == 1 else 'are'} {_and(last)} with {_whole(bias(most))}."
-        said = [f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"]
-        said += [_reason(least, most)] if same else []
-    if len(shared) < 2:
-        said.append(
-            "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all "
-            "about the same gradients."
-        )
-    quiet = best(found, lambda row: row.noise, min, _two)
-    if first != order and quiet and least.noise is not None and least not in quiet:
-        said.append(
-            f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long "
-            f"as the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
-        )
+    said = [_no_difference(ranks)] if ranks.alike else [_least_and_most(ranks)]
+    if not ranks.same:
+        said.append(OWN)
+    elif not ranks.alike:
+        said.append(_reason(ranks.order[0], ranks.order[-1]))
+    if not ranks.alike:
+        said += _noisier(found, ranks.order[0])
     return [*said, *_quality(found, best(found, lambda row: row.alignment, max, "{:.3f}".format))]
 
 
-def ranking(found: Sequence[Row]) -> str:
+@dataclass(frozen=True)
+class _Ranks:
+    """Runs by their bias, least first."""
+
+    order: Sequence[RunNumbers]
+    same: bool  # whether it is their methods' on the same gradients; otherwise each run's on its own
+
+    @classmethod
+    def of(cls, found: Sequence[RunNumbers]) -> _Ranks:
+        shared = [row for row in found if row.same_bias is not None]
+        same = len(shared) > 1
+        ranks = cls(shared if same else [row for row in found if row.bias is not None], same)
+        return replace(ranks, order=sorted(ranks.order, key=ranks.bias))
+
+    def bias(self, row: RunNumbers) -> float:
+        return (row.same_bias if self.same else row.bias) or 0.0
+
+    def like(self, end: RunNumbers) -> list[RunNumbers]:
+        """Those whose bias is printed like that of the first or the last."""
+        return [row for row in self.order if _whole(self.bias(row)) == _whole(self.bias(end))]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all are printed alike."""
+        return self.like(self.order[0]) == self.order
+
+
+def _no_difference(ranks: _Ranks) -> str:
+    return (
+        f"{'There' if ranks.same else 'Over their own runs there'} is no difference in bias between "
+        f"{_and(ranks.order)}: {_whole(ranks.bias(ranks.order[0]))} of the clipped mean gradient points away from the "
+        "true one."
+    )
+
+
+def _least_and_most(ranks: _Ranks) -> str:
+    bias, (least, *_, most) = ranks.bias, ranks.order
+    first, last = ranks.like(least), ranks.like(most)
+    one = len(first) == 1
+    where = "" if ranks.same else "Over its own run " if one else "Over their own runs "
+    points = f"{_whole(bias(least))} of {'its' if one else 'the'} clipped mean gradient points away from the true one"
+    near = [row for row in ranks.order if row not in (*first, *last) and bias(row) < bias(least) + NEAR]
+    close = f" Close behind: {', '.join(f'{row.said} ({_whole(bias(row))})' for row in near)}." if near else ""
+    end = f"The most biased {'is' if len(last) == 1 else 'are'} {_and(last)} with {_whole(bias(most))}."
+    return f"{where}{_and(first)} {'is' if one else 'are'} the least biased: {points}.{close} {end}"
+
+
+def _noisier(found: Sequence[RunNumbers], least: RunNumbers) -> list[str]:
+    """That the least biased is not the least noisy, where that is so."""
+    quiet = best(found, lambda row: row.noise, min, _two)
+    if not quiet or least.noise is None or least in quiet:
+        return []
+    return [
+        f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long as "
+        f"the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
+    ]
+
+
+def ranking(found: Sequence[RunNumbers]) -> str:
     """Every method's bias on the same gradients, least first; nothing where fewer than two have one."""
     known = sorted((row.same_bias, row.name) for row in found if row.same_bias is not None)
     if len(known) < 2:
@@ -145,11 +181,11 @@ def ranking(found: Sequence[Row]) -> str:
 
 
 def best(
-    found: Sequence[Row],
-    value: Callable[[Row], float | None],
+    found: Sequence[RunNumbers],
+    value: Callable[[RunNumbers], float | None],
     pick: Callable[[Iterable[float]], float],
     shown: Callable[[float], str],
-) -> list[Row]:
+) -> list[RunNumbers]:
     """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
     known = [(v, row) for row in found if row.diverged is None and (v := value(row)) is not None and math.isfinite(v)]
     if not known:
@@ -159,24 +195,24 @@ def best(
     return first if len(first) < len(known) or len(known) == 1 else []
 
 
-def told(found: Sequence[Row]) -> list[str]:
+def told(found: Sequence[RunNumbers]) -> list[str]:
     """The answer as plain text, what is wrong with runs first."""
     return [*alarms(found), *(text.replace("*", "") for text in answer(found))]
 
 
-def alarms(found: Sequence[Row]) -> list[str]:
+def alarms(found: Sequence[RunNumbers]) -> list[str]:
     """What to know before anything else, as plain text: claims that are false, and runs that came to nothing."""
-    said = [refuted(found), *map(_diverged, found), *_no_better(found), _one_class(found)]
+    said = [refuted(found), *map(_diverged, found), *_no_better(found), *map(_misses, found), _one_class(found)]
     return [text.replace("*", "") for text in said if text]
 
 
-def refuted(found: Sequence[Row]) -> str:
+def refuted(found: Sequence[RunNumbers]) -> str:
     """What to know before anything else: whose ε an audit found to be false."""
     false = [row.said for row in found if row.audit is False]
     return f"An audit shows that the ε claimed of {', '.join(false)} is FALSE: do not rely on it." if false else ""
 
 
-def _diverged(row: Row) -> str:
+def _diverged(row: RunNumbers) -> str:
     if row.diverged is None:
         return ""
     return (
@@ -185,9 +221,20 @@ def _diverged(row: Row) -> str:
     )
 
 
-def _no_better(found: Sequence[Row]) -> list[str]:
+def _misses(row: RunNumbers) -> str:
+    """Which classes it never finds, rare ones say; one that is no better than one class alone misses all others."""
+    if not row.unfound or row.diverged is not None or (row.accuracy or 0.0) <= (row.baseline or 0.0):
+        return ""
+    some = ", ".join(map(str, row.unfound[:8])) + (", …" if len(row.unfound) > 8 else "")
+    return (
+        f"{row.said} finds no evaluation sample of the class{'es' if len(row.unfound) > 1 else ''} {some}, counted "
+        "from 0, which the accuracy does not show: try more epochs, a larger batch or a larger ε."
+    )
+
+
+def _no_better(found: Sequence[RunNumbers]) -> list[str]:
     """Who learnt nothing: no better on the evaluation data than always saying the same; and what may help."""
-    lost: dict[str, list[Row]] = {}
+    lost: dict[str, list[RunNumbers]] = {}
     for row in found:
         same = ""
         if row.baseline is None or row.diverged is not None:
@@ -207,7 +254,7 @@ def _no_better(found: Sequence[Row]) -> list[str]:
     ]
 
 
-def _one_class(found: Sequence[Row]) -> str:
+def _one_class(found: Sequence[RunNumbers]) -> str:
     alone = [row for row in found if row.accuracy is not None and row.baseline == 1]
     return (
         f"All evaluation samples of {_and(alone)} are of one class, so that accuracy says nothing: look at the labels."
@@ -216,7 +263,7 @@ def _one_class(found: Sequence[Row]) -> str:
     )
 
 
-def _single(row: Row) -> list[str]:
+def _single(row: RunNumbers) -> list[str]:
     reached = ""
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
@@ -231,7 +278,7 @@ def _single(row: Row) -> list[str]:
     return said
 
 
-def _reason(least: Row, most: Row) -> str:
+def _reason(least: RunNumbers, most: RunNumbers) -> str:
     if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
         mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
         return (
@@ -247,7 +294,7 @@ def _reason(least: Row, most: Row) -> str:
     return "Why: “Where the bias comes from” shows how unequally each method treats samples."
 
 
-def _quality(found: Sequence[Row], truest: Sequence[Row]) -> list[str]:
+def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[str]:
     """Who is best where bias and noise meet, and who is most accurate."""
     said = []
     if truest:
@@ -260,9 +307,9 @@ def _quality(found: Sequence[Row], truest: Sequence[Row]) -> list[str]:
 
 
 def _top(
-    found: Sequence[Row],
-    truest: Sequence[Row],
-    value: Callable[[Row], float | None],
+    found: Sequence[RunNumbers],
+    truest: Sequence[RunNumbers],
+    value: Callable[[RunNumbers], float | None],
     pick: Callable[[Iterable[float]], float],
     shown: Callable[[float], str],
     what: str,
@@ -280,7 +327,7 @@ def _top(
     return [f"There is no difference in {of}: {shown(pick(known))}."] if known else []
 
 
-def _and(found: Sequence[Row]) -> str:
+def _and(found: Sequence[RunNumbers]) -> str:
     *most, last = [row.said for row in found]
     return f"{', '.join(most)} and {last}" if most else last
 
@@ -301,6 +348,11 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _unfound(run: Recorded) -> tuple[int, ...]:
+    classes = [] if run.calibration is None else run.calibration["classes"]
+    return tuple(each["label"] for each in classes if each["samples"] >= MANY and each["accuracy"] == 0)
 
 
 def _spread(run: Recorded, runs: Sequence[Recorded]) -> float | None:

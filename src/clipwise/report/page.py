@@ -18,7 +18,7 @@ from typing import Any
 
 from clipwise.methods import papers
 from clipwise.plain import as_json, rounded_up
-from clipwise.report.answer import Row, alarms, answer, best, rows, told
+from clipwise.report.answer import RunNumbers, alarms, answer, best, in_numbers, told
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
@@ -54,13 +54,13 @@ def write_report(runs: Sequence[Recorded], folder: Path, *, plots: bool = False)
 
 def page(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
     """The page as HTML."""
-    found, by_key = rows(runs), {figure.key: figure for figure in shown}
+    found, by_key = in_numbers(runs), {figure.key: figure for figure in shown}
     body = [
         f"<header><p class=brand>clipwise report</p>{TOGGLE}<h1>{escape(_title(runs))}</h1>",
         f"<p class=sub>{escape(_setting(runs))}</p></header><main>",
         _answer(found, by_key.get("same-gradients")),
         _table(found),
-        _section("Why methods differ", by_key, ("kept", "agreement")),
+        _section("Why methods differ" if len(runs) > 1 else "What clipping does", by_key, ("kept", "agreement")),
         _section("Over training", by_key, ("quality", "bias", "noise", "alignment")),
         _section("Gradients and confidence", by_key, ("norms", "reliability")),
         _privacy(runs),
@@ -101,7 +101,7 @@ def figure_html(figure: Figure) -> str:
     )
 
 
-def _answer(found: Sequence[Row], bars: Figure | None) -> str:
+def _answer(found: Sequence[RunNumbers], bars: Figure | None) -> str:
     """Who is least biased and why, in words, beside a bar for each method."""
     first, *more = answer(found) or [NOTHING]
     return (
@@ -139,12 +139,12 @@ def _ends(figure: Figure) -> str:
 class _Column:
     title: str
     about: str
-    value: Callable[[Row], float | None]
+    value: Callable[[RunNumbers], float | None]
     shown: Callable[[float], str]
     best: Callable[[Iterable[float]], float] | None = None
 
 
-def _columns(found: Sequence[Row]) -> list[_Column]:
+def _columns(found: Sequence[RunNumbers]) -> list[_Column]:
     several = len(found) > 1
     every = [
         _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
@@ -160,7 +160,7 @@ def _columns(found: Sequence[Row]) -> list[_Column]:
     return [column for column in every if any(column.value(row) is not None for row in found)]
 
 
-def _table(found: Sequence[Row]) -> str:
+def _table(found: Sequence[RunNumbers]) -> str:
     columns, ranked = _columns(found), len(found) > 1 and all(row.rival for row in found)
     first = {
         column.title: best(found, column.value, column.best, column.shown)
@@ -328,7 +328,7 @@ def _emphasis() -> str:
 
 
 def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:
-    found = rows(runs)
+    found = in_numbers(runs)
     values = {
         "note": NOT_PRIVATE,
         "not_private": True,

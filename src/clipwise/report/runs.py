@@ -85,8 +85,19 @@ def within(path: Path) -> list[Path]:
 def unfinished(path: Path, expected: str) -> InputError:
     """The error for a folder that is no finished run's."""
     begun = [place.parent for place in (path / CHECKPOINT, *sorted(path.glob(f"*/{CHECKPOINT}"))) if place.is_file()]
-    hint = f"write clipwise train --resume {shlex.quote(str(begun[0]))}, which was interrupted" if begun else expected
+    hint = f"write {resuming(begun[0])}, which was interrupted" if begun else expected
     return InputError(f"there is no finished run in {path}: {hint}")
+
+
+def resuming(run: Path) -> str:
+    """The command that goes on with this run, or with the comparison that it is a part of."""
+    parent = run.parent
+    compared = (parent / SETTINGS).is_file() and not (parent / LEDGER).is_file()
+    return (
+        f"clipwise compare --resume {shlex.quote(str(parent))}"
+        if compared
+        else f"clipwise train --resume {shlex.quote(str(run))}"
+    )
 
 
 def read(paths: Iterable[str | Path]) -> list[Recorded]:
@@ -111,7 +122,7 @@ def _warn_of_unfinished(path: Path) -> None:
     if unfinished:
         warnings.warn(
             f"in {path}, {', '.join(unfinished)} did not finish: what such a run released, and what was seen of it, is "
-            "in no number of this report, nor in the ε of all runs; resume it first: clipwise train --resume …",
+            f"in no number of this report, nor in the ε of all runs; resume it first: {resuming(path / unfinished[0])}",
             stacklevel=3,
         )
 

@@ -1,7 +1,7 @@
 """One batch's per-sample gradients, gone over once: what every diagnostic of them begins with.
 
 Receives: per-sample gradients.
-Gives: Seen: squared norms by parameter; Mean, the true mean; samples whose gradient is not finite are left out.
+Gives: FiniteGradients, with squared norms by parameter, of the samples that have one; Mean, the true mean of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Seen:
+class FiniteGradients:
     """The gradients v_i with their squared norms. Secret: everything computed from it is not private."""
 
     gradients: SampleGradients  # exact zeros where not finite
@@ -59,15 +59,15 @@ class Seen:
         return values[self.finite] if bool(self.finite.any()) else values
 
 
-def seen(gradients: SampleGradients) -> Seen:
+def finite_part(gradients: SampleGradients) -> FiniteGradients:
     """Norms of every parameter's gradients in one pass: any group's norm is the root of a sum of these squares."""
     if not gradients.samples:
         raise InputError("expected the gradients of at least one sample, got none; give a batch with rows")
     squares = gradients.norms([[name] for name in gradients.names]).double().square()
-    finite = squares.isfinite().all(1)
-    if not bool(finite.all()):
-        gradients, squares = gradients.masked(finite), torch.where(finite[:, None], squares, 0.0)
-    return Seen(gradients, squares, finite)
+    kept = squares.isfinite().all(1)
+    if not bool(kept.all()):
+        gradients, squares = gradients.masked(kept), torch.where(kept[:, None], squares, 0.0)
+    return FiniteGradients(gradients, squares, kept)
 
 
 def layers_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:

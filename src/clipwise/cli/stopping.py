@@ -1,0 +1,107 @@
+"""Stopping a run, and going on with it.
+
+Receives: a run's or a comparison's folder, and what the command says now.
+Gives: patient, which hears Ctrl-C and waits for the step's end; resumable, which says how to go on after whatever
+stopped the run; again, the command for that; resumed, the settings that it goes on with.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TypeVar
+
+from clipwise import methods
+from clipwise.cli.screen import Bar
+from clipwise.config import CompareConfig, TrainConfig, Training, flag, from_toml, made
+from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT
+from clipwise.types import InputError
+
+C = TypeVar("C", TrainConfig, CompareConfig)
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with a message that says how to go on."""
+
+
+@contextmanager
+def patient(bar: Bar) -> Iterator[threading.Event]:
+    """Within it the first Ctrl-C or SIGTERM sets the event that is given, and the second one interrupts.
+
+    SIGTERM too: a batch system or a container that ends sends it, and a killed run pays for its last steps twice.
+    """
+    heard = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only the main thread hears signals
+        yield heard
+        return
+
+    def hear(*_: object) -> None:
+        restore()
+        heard.set()
+        bar.stopping()
+
+    def restore() -> None:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+    before = {kind: signal.signal(kind, hear) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield heard
+    finally:
+        restore()
+
+
+@contextmanager
+def resumable(folder: Path, done: Callable[[], int], steps: int, command: str) -> Iterator[None]:
+    """Within it whatever stops the run in this folder says by which command it goes on; ``done`` counts its steps."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not (folder / CHECKPOINT).is_file():
+            raise Stopped("stopped before the first step; nothing was trained") from None
+        raise Stopped(f"stopped after step {done()} of {steps}; nothing is lost: write {command}") from None
+    except InputError as error:
+        if done() and (folder / SETTINGS).is_file():
+            raise InputError(f"{error}; to resume, write {command}") from error
+        raise
+
+
+def again(config: Training, folder: Path) -> str:
+    """The command that goes on with what is in this folder, where it is now: its settings do not say where."""
+    words = ["clipwise", "compare" if isinstance(config, CompareConfig) else "train", "--resume", str(folder)]
+    words += ["--device", config.device] if config.device != "cpu" else []
+    return shlex.join([*words, "--tensorboard"] if config.tensorboard else words)
+
+
+def resumed(config: C, folder: str) -> C:
+    """The settings of what is in the folder, with what this call says about how and where; others would change it."""
+    place = Path(folder)
+    (_refuse_run if isinstance(config, CompareConfig) else _refuse_finished)(place)
+    begun = made(type(config), from_toml(type(config), place / SETTINGS))
+    free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
+    for name in sorted(config.spoken - free):
+        value, was = getattr(config, name), folder if name == "folder" else getattr(begun, name)
+        if value != was and not (name == "method" and str(methods.parse(value)) == was):
+            raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value} for {was}: leave it out")
+    return replace(begun, **{name: getattr(config, name) for name in free})
+
+
+def _refuse_finished(place: Path) -> None:
+    if (place / STATEMENT).is_file():
+        raise InputError(f"the run in {place} is finished: repeat it with clipwise train --config {place / SETTINGS}")
+    if (place / SETTINGS).is_file() and not (place / LEDGER).is_file():
+        raise InputError(f"{place} holds a comparison: write clipwise compare --resume {shlex.quote(str(place))}")
+    if not (place / CHECKPOINT).is_file():
+        raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
+
+
+def _refuse_run(place: Path) -> None:
+    if (place / LEDGER).is_file():
+        raise InputError(f"{place} holds one run: write clipwise train --resume {shlex.quote(str(place))}")
+    if not (place / SETTINGS).is_file():
+        raise InputError(f"there is no comparison to resume in {place}: expected a folder with {SETTINGS}")

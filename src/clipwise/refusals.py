@@ -1,0 +1,179 @@
+"""Models, losses and optimizers that cannot be trained privately: each is refused with what to write instead.
+
+Receives: what the user gives to ``make_private``, before any data are read.
+Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference, also at every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from clipwise.data import RowDataset
+from clipwise.passes import stacked
+from clipwise.records import Loss, trainable
+from clipwise.records.checks import losses_of, refuse_modules
+from clipwise.records.kernels.gram import HALF
+from clipwise.records.states import restored
+from clipwise.records.tape import mapped, tensors
+from clipwise.types import InputError, Refused
+
+
+def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[str, Tensor]:
+    """The model's trainable parameters, if it can be trained privately with this loss and optimizer."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"expected a model first, an nn.Module, got {type(model).__name__}: write make_private(model, optimizer, "
+            "data, …)"
+        )
+    _check_loss(loss)
+    _refuse_compiled(model)
+    refuse_modules(model)
+    _refuse_ranks(model)
+    parameters = trainable(model)
+    _check_optimizer(optimizer, model, parameters)
+    refuse_inference(parameters)
+    _warn_of_narrow(parameters)
+    return parameters
+
+
+def refuse_inference(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse inference mode, and parameters that were made in it: nothing there has a gradient."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "training needs gradients, which there are none of under torch.inference_mode(): make the run and its "
+            "steps outside of it"
+        )
+    made = [name for name, p in parameters.items() if p.is_inference()]
+    if made:
+        raise InputError(
+            f"{made[0]} was made under torch.inference_mode() and can have no gradient: make the model outside of it"
+        )
+
+
+def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
+    """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated."""
+    own = next(iter(trainable(model).values()))
+    with restored(model), torch.enable_grad():  # as in training
+        with stacked():
+            rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
+        try:
+            losses_of(model, loss, rows)
+        except RuntimeError as error:
+            other = next((t.dtype for t in tensors(rows) if t.is_floating_point()), own.dtype)
+            if other == own.dtype or "type" not in str(error):
+                raise
+            write = f"model.to({other})" if own.dtype in HALF else f"x.to({own.dtype})"
+            raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what is no loss(model, batch), such as a criterion of outputs and labels."""
+    criterion = isinstance(loss, nn.Module) or getattr(loss, "__module__", None) == nn.functional.__name__
+    if criterion or not callable(loss) or not _takes_two(loss):
+        raise InputError(
+            f"loss must be a function loss(model, batch) with one value per sample, got "
+            f"{getattr(loss, '__name__', type(loss).__name__)}; write for instance clipwise.cross_entropy, or lambda "
+            "model, batch: criterion(model(batch[0]), batch[1]) with a criterion of reduction='none'"
+        )
+    if hasattr(loss, "_torchdynamo_orig_callable"):
+        raise InputError(
+            "expected the loss itself, got what torch.compile made of it: its per-sample gradients cannot be followed; "
+            "pass the function that was compiled, and write make_private(…, compile=True)"
+        )
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature that can be read
+        return True
+    return True
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model whose layers cannot be followed, since it was compiled by others."""
+    for name, module in model.named_modules():
+        place = name or "the model"
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise InputError(
+                f"expected the model itself, got one of which torch.compile made another ({place}): its per-sample "
+                "gradients cannot be followed; pass the model that was compiled, and write make_private(…, "
+                "compile=True)"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"expected a model in Python, got TorchScript ({place}), whose layers cannot be followed; pass the "
+                "model that was scripted or traced"
+            )
+
+
+def _refuse_ranks(model: nn.Module) -> None:
+    """Refuse several processes: each would draw noise of its own, and a ledger would count its own releases alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if distributed else 1
+    if ranks > 1:
+        raise Refused(
+            f"a private run is one process, got one of {ranks} ranks: noise drawn once per rank, or twice the same, is "
+            "not the noise that ε is computed from; train in one process, without torch.distributed"
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise Refused(
+            f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    if not parameters:
+        raise InputError("the model has no trainable parameter; write requires_grad_(True) on what is to be trained")
+    lazy = [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise InputError(f"{lazy[0]} has no shape yet: send one batch through the model before, model(x[:2])")
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"expected one optimizer of torch's, got {type(optimizer).__name__}: write "
+            "torch.optim.SGD(model.parameters(), lr=0.5), with groups of parameters for several settings"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.SparseAdam) or (closure is not None and closure.default is closure.empty):
+        raise InputError(
+            f"{type(optimizer).__name__} cannot make a step of one noisy gradient: it "
+            + ("takes sparse ones" if isinstance(optimizer, torch.optim.SparseAdam) else "computes losses again itself")
+            + "; write for instance torch.optim.Adam"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in parameters.items() if id(p) not in held]
+    if missing:
+        raise InputError(
+            f"the optimizer does not hold the trainable parameter {missing[0]}, so it would never move; "
+            "write optimizer = Optimizer(model.parameters(), …), or freeze it with requires_grad_(False)"
+        )
+    others = len(held - {id(p) for p in model.parameters()})
+    if others:
+        warnings.warn(
+            f"the optimizer holds {others} parameters that are not the model's: this run does not train them, and its "
+            "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
+            stacklevel=5,
+        )
+
+
+def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
+    narrow = [p.dtype for p in parameters.values() if p.dtype in HALF]
+    if narrow:
+        warnings.warn(
+            f"the weights are {_short(narrow[0])}, in which small updates round away: keep them in float32, "
+            "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16",
+            stacklevel=5,
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
