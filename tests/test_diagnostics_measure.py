@@ -422,8 +422,8 @@ def test_a_monitor_asks_the_engine_where_a_method_s_gradients_are_taken() -> Non
     class Engine(Here):
         past: tuple[str, ...] = ("before",)
 
-        def at(self, parameters: object) -> Here:
-            assert parameters == "before"
+        def back(self, steps: int) -> Here:
+            assert steps == 1
             return Here(moved)
 
     moved, _ = network()
