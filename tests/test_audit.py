@@ -17,7 +17,7 @@ from torch import nn
 
 import clipwise as cw
 from clipwise import report
-from clipwise.audit import CANARIES, Plan, Row, audit, coins, mia, one_run, registered, watched, white_box
+from clipwise.audit import CANARIES, AuditPlan, Verdict, audit, coins, mia, one_run, registered, watched, white_box
 from clipwise.audit.canaries import LAYERS, active, flooding, saturating, worlds
 from clipwise.audit.mechanics import mechanics, noise_checks, sampling_checks
 from clipwise.audit.verdict import HARSHER
@@ -32,7 +32,7 @@ from clipwise.step import private_sum
 from clipwise.types import InputError
 
 # One full-batch step: its claims have a closed form, so that no accountant's time is spent.
-SMALL = Plan(sampling_rate=1.0, steps=1, trials=3840, canaries=100, runs=24, run_steps=3, noise=1)
+SMALL = AuditPlan(sampling_rate=1.0, steps=1, trials=3840, canaries=100, runs=24, run_steps=3, noise=1)
 REGISTERED = [text for name in METHODS for text in HARSHER.get(name, (name,))]
 COMBINED = (
     "layerwise({'a.b': flat(1.0), 'a.c': global_(2.0), '': psac()})",
@@ -427,27 +427,27 @@ def test_the_command_prints_a_verdict_for_each_audit(capsys: pytest.CaptureFixtu
 
 def test_an_attack_that_could_not_refute_the_claim_is_marked_and_the_mark_explained() -> None:
     rows = [
-        Row("flat", "step", 7.0, 6.0, 500.0, True, ""),
-        Row("flat", "one run", 7.0, 1.0, 2.0, True, ""),
-        Row("flat", "ledger", 7.0, 6.9, 6.9, True, ""),
-        Row("flat", "noise and sampling", None, None, None, True, ""),
+        Verdict("flat", "step", 7.0, 6.0, 500.0, True, ""),
+        Verdict("flat", "one run", 7.0, 1.0, 2.0, True, ""),
+        Verdict("flat", "ledger", 7.0, 6.9, 6.9, True, ""),
+        Verdict("flat", "noise and sampling", None, None, None, True, ""),
     ]
-    text = command._text(Plan(), rows, {}, None)
+    text = command._text(AuditPlan(), rows, {}, None)
     assert [line.split()[-1] for line in text.splitlines()[1:5]] == ["holds", "holds*", "holds", "holds"]
     assert "could show: the ε" in text and "holds*: too weak to refute" in text
-    assert "holds*" not in command._text(Plan(), rows[:1], {}, None)
+    assert "holds*" not in command._text(AuditPlan(), rows[:1], {}, None)
 
 
 def test_the_table_of_all_methods_fits_into_80_columns_and_cuts_no_word(capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(method) for method in registered()]
     audits = ("ledger", "sampled step, phase 2", "sampled step, curved", "whole runs", "one run (retrained)")
-    rows = [Row(name, audit, 91.8, 7.046, 2713.0, True, "") for name in names for audit in audits]
-    text = command._text(Plan(), rows, {}, None)
+    rows = [Verdict(name, audit, 91.8, 7.046, 2713.0, True, "") for name in names for audit in audits]
+    text = command._text(AuditPlan(), rows, {}, None)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     assert [line.split()[0] for line in text.splitlines() if "ledger" in line] == [m.name for m in registered()]
     for memory in ("full", "none", "blocks", "bounded"):
         assert f"dice {memory} " in text
-    weak = command._text(Plan(), [replace(each, ceiling=2.0) for each in rows], {}, None)
+    weak = command._text(AuditPlan(), [replace(each, ceiling=2.0) for each in rows], {}, None)
     assert max(map(len, weak.splitlines())) <= 80 and "…" not in weak
 
 
@@ -616,6 +616,14 @@ def test_shadows_without_a_run_are_one_line(capsys: pytest.CaptureFixture[str]) 
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path / "nothing")]) == 2
     assert "there is no finished run" in capsys.readouterr().err
+
+
+def test_a_run_made_in_python_is_told_how_to_audit_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = torch.randn(20, 3), torch.arange(20) % 2
+    plan = {"noise_multiplier": 1.0, "steps": 1, "batch": 4, "delta": 1e-3}
+    cw.train(torch.nn.Linear(3, 2), cw.cross_entropy, data, folder=tmp_path / "run", **plan)
+    assert main(["audit", str(tmp_path / "run")]) == 2
+    assert "write clipwise audit --method 'flat(clip_norm=1.0)'" in capsys.readouterr().err
 
 
 def test_a_plan_refuses_what_no_audit_can_be_made_of() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
-from clipwise.accounting.dice import Plan
+from clipwise.accounting.dice import DicePlan
 from clipwise.cli import COMMANDS, main
 from clipwise.cli.runs import steps_of
 from clipwise.cli.screen import Bar
@@ -169,7 +169,7 @@ def test_calibrate_keeps_the_bounds_that_are_proved_of_feedback(
     capsys: pytest.CaptureFixture[str], memory: str
 ) -> None:
     text = f"dice(flat(0.5), feedback_norm=0.002, memory='{memory}', blocks=5)"
-    plan = Plan.of(parse(text), 600.0, 60000)
+    plan = DicePlan.of(parse(text), 600.0, 60000)
     assert plan is not None
     setting: dict[str, Any] = {"delta": 1e-5, "steps": 40, "accountant": "rdp"}
     words = [*MNIST, "--steps", "40", "--method", text]

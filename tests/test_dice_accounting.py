@@ -30,7 +30,7 @@ from clipwise.records import from_dense
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import BlockGaussian, InputError, MemoryGaussian, Part, PoissonGaussian, PrivateSum, Refused
 
-Plan = dice.Plan
+Plan = dice.DicePlan
 CIFAR = {"delta": 1e-5, "steps": 150}  # of N = 50 000 and B = 1000
 RATE = 0.02
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import clipwise as cw
 from clipwise import private as loop
 from clipwise import step
-from clipwise.audit import Plan, audit
+from clipwise.audit import AuditPlan, audit
 from clipwise.methods import Method, parse
 from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import SampleGradients, gradients
 from clipwise.types import Gradient, PrivateSum, Refused, Released
 
 # One full-batch step is claimed; noise and sampling are looked at in other, sampled ones.
-PLAN = Plan(sampling_rate=1.0, steps=1, trials=6400, canaries=60, runs=20, run_steps=3, noise=11)
+PLAN = AuditPlan(sampling_rate=1.0, steps=1, trials=6400, canaries=60, runs=20, run_steps=3, noise=11)
 LONELY = replace(PLAN, noise_multiplier=0.6, trials=9600)  # a canary that must be alone is looked at less often
 Patch = pytest.MonkeyPatch
 
@@ -33,7 +33,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def failing(text: str, plan: Plan = PLAN) -> list[str]:
+def failing(text: str, plan: AuditPlan = PLAN) -> list[str]:
     """The audits of this method that fail."""
     return [row.audit for row in audit([parse(text)], plan) if not row.passed]
 

@@ -22,8 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from clipwise import self_test
 from clipwise.accounting import Ledger
-from clipwise.accounting.dice import Plan as DicePlan
-from clipwise.accounting.dice import planned
+from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.ledger import totals
 from clipwise.data import RowDataset, Samples
 from clipwise.engine import ChunkEngine, Views

@@ -19,8 +19,7 @@ from clipwise import methods, postprocess
 from clipwise.accounting import Ledger, calibrate
 from clipwise.accounting import spent as spent_on
 from clipwise.accounting.calibration import least_noise
-from clipwise.accounting.dice import Plan as DicePlan
-from clipwise.accounting.dice import planned
+from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
 from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies

@@ -1,7 +1,7 @@
 """DiceSGD's privacy: bounds that are proved (docs/dicesgd.md), in the place of the paper's theorem, which is false.
 
 Receives: both clip norms, what is remembered, the sampling rate, δ, and either a noise multiplier or a target ε.
-Gives: Plan: which samples a step draws from, the event that it records, epsilon and calibrate.
+Gives: DicePlan: which samples a step draws from, the event that it records, epsilon and calibrate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DicePlan:
     """How a run of DiceSGD samples and what it costs.
 
     C1 = ``clip_norm`` bounds a sample's term, c2 = ``feedback_norm`` the feedback, both on the scale of the sum: c2 is
@@ -65,7 +65,7 @@ class Plan:
             )
 
     @classmethod
-    def of(cls, method: Method, expected_batch: float, samples: int) -> Plan | None:
+    def of(cls, method: Method, expected_batch: float, samples: int) -> DicePlan | None:
         """How a method with feedback samples and what its steps cost; None for every other method."""
         feedback = method.feedback
         if feedback is None:
@@ -114,7 +114,9 @@ class Plan:
         return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant)
 
 
-def planned(plan: Plan | None, noise_multiplier: float, sampling_rate: float, steps: int) -> list[tuple[Event, int]]:
+def planned(
+    plan: DicePlan | None, noise_multiplier: float, sampling_rate: float, steps: int
+) -> list[tuple[Event, int]]:
     """What so many steps record, of a method with feedback or of any other."""
     if not steps:
         return []
@@ -124,7 +126,7 @@ def planned(plan: Plan | None, noise_multiplier: float, sampling_rate: float, st
 
 
 def sensitivity(memory: str, clip_norm: float, feedback_norm: float, groups: int) -> float:
-    """``Plan.sensitivity``: it does not depend on how samples are drawn."""
+    """``DicePlan.sensitivity``: it does not depend on how samples are drawn."""
     c1, c2 = clip_norm, feedback_norm
     if memory == "full":
         return c1  # the memory stands in the event

@@ -12,16 +12,16 @@ from clipwise.audit.canaries import CANARIES, World, worlds
 from clipwise.audit.mechanics import Check, mechanics
 from clipwise.audit.mia import Roc, logistic_attack, roc, shadow_attack
 from clipwise.audit.one_run import coins, one_run, watched
-from clipwise.audit.verdict import Plan, Row, audit, registered
+from clipwise.audit.verdict import AuditPlan, Verdict, audit, registered
 from clipwise.audit.white_box import being_there, observe, taking_part, trajectories
 
 __all__ = [
     "CANARIES",
+    "AuditPlan",
     "Bound",
     "Check",
-    "Plan",
     "Roc",
-    "Row",
+    "Verdict",
     "World",
     "audit",
     "being_there",

@@ -1,6 +1,6 @@
 """The verdict: for each method what is claimed, what the audits show, and the most that they could have shown.
 
-Receives: methods and a Plan: the privacy to audit and how much work to spend.
+Receives: methods and an AuditPlan: the privacy to audit and how much work to spend.
 Gives: Rows; a row fails where a lower bound is above the claim, or where noise or sampling are not as stated.
 """
 
@@ -31,7 +31,7 @@ HARSHER = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditPlan:
     """The privacy to audit, and how much work to spend on it. ``confidence`` is that of all rows together."""
 
     noise_multiplier: float = 1.0
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class Verdict:
     """One audit of one method; ε where it gives one."""
 
     method: str
@@ -70,7 +70,8 @@ class Row:
     detail: str
 
 
-Job = tuple[int, str, Callable[[float], list[Row]]]  # how many bounds it makes, what it is, and (confidence of each) →
+# how many bounds it makes, what it is, and (confidence of each) →
+Job = tuple[int, str, Callable[[float], list[Verdict]]]
 
 
 def registered() -> tuple[Method, ...]:
@@ -78,7 +79,9 @@ def registered() -> tuple[Method, ...]:
     return tuple(parse(text) for name in METHODS for text in HARSHER.get(name, (name,)))
 
 
-def audit(methods: Sequence[Method], plan: Plan, progress: Callable[[str], None] = lambda message: None) -> list[Row]:
+def audit(
+    methods: Sequence[Method], plan: AuditPlan, progress: Callable[[str], None] = lambda message: None
+) -> list[Verdict]:
     """Every audit of every method.
 
     *Guarantees.* If all claims hold and the noise of different steps is independent, some row fails with a probability
@@ -93,12 +96,12 @@ def audit(methods: Sequence[Method], plan: Plan, progress: Callable[[str], None]
     return rows
 
 
-def row(method: Method, audit: str, claimed: float, bound: Bound, detail: str) -> Row:
+def row(method: Method, audit: str, claimed: float, bound: Bound, detail: str) -> Verdict:
     """The row of a bound on ε."""
-    return Row(str(method), audit, claimed, bound.value, bound.ceiling, bound.value <= claimed, detail)
+    return Verdict(str(method), audit, claimed, bound.value, bound.ceiling, bound.value <= claimed, detail)
 
 
-def _jobs(method: Method, plan: Plan) -> Iterator[Job]:
+def _jobs(method: Method, plan: AuditPlan) -> Iterator[Job]:
     for world in worlds(method, COPIES):
         if world.name.startswith(flooding.__name__):
             yield 1, f"{method.name}, {WHOLE_RUNS}", partial(_whole_runs, method, world, plan)
@@ -110,7 +113,7 @@ def _jobs(method: Method, plan: Plan) -> Iterator[Job]:
     yield 1, f"{method.name}, noise and sampling", partial(_mechanics, method, plan)
 
 
-def _steps(method: Method, world: World, plan: Plan, kind: str, confidence: float) -> list[Row]:
+def _steps(method: Method, world: World, plan: AuditPlan, kind: str, confidence: float) -> list[Verdict]:
     """What a step shows of who took part in it, and of who is in the data; composed over all steps."""
     sigma = plan.noise_multiplier
     looks = plan.trials // COPIES
@@ -124,7 +127,7 @@ def _steps(method: Method, world: World, plan: Plan, kind: str, confidence: floa
     claimed = _claimed(sigma, rate, plan.steps, plan.delta)
     setting = f"σ {sigma:g}, rate {rate:g}, {plan.steps} steps"
 
-    def made(name: str, mu: Bound) -> Row:
+    def made(name: str, mu: Bound) -> Verdict:
         bound = composed(mu, rate, plan.steps, plan.delta)
         # one step's μ says it without the accountant's rounding
         detail = f"μ ≥ {mu.value:.3f}, claimed {1 / sigma:.3f} a step; {setting}"
@@ -136,7 +139,7 @@ def _steps(method: Method, world: World, plan: Plan, kind: str, confidence: floa
     return rows
 
 
-def _one_run(method: Method, plan: Plan, confidence: float) -> list[Row]:
+def _one_run(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict]:
     fed_back = method.feedback is not None  # which takes so much noise that the plan's would protect nothing
     bound, claimed = one_run(
         method,
@@ -158,7 +161,7 @@ def _kind(world: World) -> str:
     return f", {name}" if name else ""
 
 
-def _whole_runs(method: Method, world: World, plan: Plan, confidence: float) -> list[Row]:
+def _whole_runs(method: Method, world: World, plan: AuditPlan, confidence: float) -> list[Verdict]:
     sigma = private_for(world, None, plan.run_steps, plan.noise, plan.run_delta, plan.run_epsilon).noise_multiplier
     bound, claimed = trajectories(
         world,
@@ -173,14 +176,14 @@ def _whole_runs(method: Method, world: World, plan: Plan, confidence: float) -> 
     return [row(method, WHOLE_RUNS, claimed, bound, f"{setting}, {plan.run_steps} steps, δ {plan.run_delta:g}")]
 
 
-def _mechanics(method: Method, plan: Plan, confidence: float) -> list[Row]:
+def _mechanics(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict]:
     steps = min(1000, max(60, plan.trials // 320))
     checks = mechanics(
         method, noise_multiplier=plan.noise_multiplier, steps=steps, confidence=confidence, noise=plan.noise
     )
     failed = [str(check) for check in checks if not check.passed]
     detail = "; ".join(failed) or f"{len(checks)} checks over {steps} steps"
-    return [Row(str(method), "noise and sampling", None, None, None, not failed, detail)]
+    return [Verdict(str(method), "noise and sampling", None, None, None, not failed, detail)]
 
 
 @lru_cache

@@ -24,7 +24,7 @@ from clipwise.types import whole
 
 
 @dataclass(frozen=True)
-class Seen:
+class Scores:
     """What was seen of a world, in the steps that its mates allow."""
 
     scores: Array  # [step, coordinate]
@@ -80,7 +80,7 @@ def noisy_count(before: Method, after: Method, units: float) -> float:
     return units * (-math.log(now.bound / then.bound) / rate - 0.5 + quantile)
 
 
-def observe(world: World, *, noise_multiplier: float, steps: int, noise: str | int) -> Seen:
+def observe(world: World, *, noise_multiplier: float, steps: int, noise: str | int) -> Scores:
     """Look at so many steps, each of them a trial of the method as it is given.
 
     *Guarantees.* What is scored is what ``Private.step`` released. The method does not move on between trials, so that
@@ -97,19 +97,19 @@ def observe(world: World, *, noise_multiplier: float, steps: int, noise: str | i
             drawn.append(torch.zeros(world.coordinates, dtype=torch.bool))
             drawn[-1][batch.indices[batch.indices < world.canaries]] = True
     member = np.arange(world.coordinates) < world.canaries
-    seen = Seen(torch.stack(found).numpy(), torch.stack(drawn).numpy(), member)
+    seen = Scores(torch.stack(found).numpy(), torch.stack(drawn).numpy(), member)
     if world.mates is None:
         return seen
     # what a mate or a count adds to the canary's coordinate is not in nobody's: those tell nothing about its absence
-    return Seen(seen.scores[:, member], seen.drawn[:, member], member[member])
+    return Scores(seen.scores[:, member], seen.drawn[:, member], member[member])
 
 
-def taking_part(seen: Seen, confidence: float) -> Bound:
+def taking_part(seen: Scores, confidence: float) -> Bound:
     """μ of one step from those that took part and those that did not: a Gaussian mechanism, without its sampling."""
     return bounds.split(seen.scores[~seen.drawn], seen.scores[seen.drawn], bounds.gaussian_mu, confidence)
 
 
-def being_there(seen: Seen, rate: float, confidence: float) -> Bound:
+def being_there(seen: Scores, rate: float, confidence: float) -> Bound:
     """μ of one step from canaries in the data and canaries that are not: a Gaussian mechanism after sampling."""
 
     def strength(fpr: Array, fnr: Array) -> Array:

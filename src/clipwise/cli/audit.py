@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clipwise import methods
 from clipwise.accounting import Ledger
-from clipwise.audit import Plan, Roc, Row, audit, coins, logistic_attack, registered, shadow_attack, watched
+from clipwise.audit import AuditPlan, Roc, Verdict, audit, coins, logistic_attack, registered, shadow_attack, watched
 from clipwise.audit.one_run import bound_of
 from clipwise.audit.verdict import WHOLE_RUNS, row
 from clipwise.cli import Finding
@@ -108,14 +108,14 @@ def _keep(place: Path, values: str) -> None:
         warnings.warn(str(error), stacklevel=2)
 
 
-def _plan(config: AuditConfig, finished: _Finished | None) -> Plan:
+def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:
     given = {name: getattr(config, name) for name in ("noise_multiplier", "sampling_rate", "steps", "delta")}
     if finished is not None:
         for name, value in given.items():
             if value is not None:
                 raise InputError(f"a run has its own {name}, got --{name.replace('_', '-')} {value}: leave it out")
         given = {name: finished.statement[name] for name in given}
-    return Plan(
+    return AuditPlan(
         **{name: value for name, value in given.items() if value is not None},
         trials=config.trials,
         canaries=config.canaries,
@@ -137,16 +137,21 @@ def _read(path: Path) -> _Finished:
             statement[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
+    if not (path / SETTINGS).is_file():
+        raise InputError(
+            f"{path} has no {SETTINGS}: a run made in Python keeps neither its model nor its data, and an audit trains "
+            f"it anew; write clipwise audit --method '{statement['method']}', or clipwise.audit.watched in your program"
+        )
     return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement)
 
 
-def _ledger(finished: _Finished) -> Row:
+def _ledger(finished: _Finished) -> Verdict:
     """Whether the statement's ε is what the ledger's releases cost."""
     stated = finished.statement
     with Ledger(finished.path / LEDGER) as ledger:
         spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
     passed = releases == stated["releases"] and spent <= stated["epsilon"] * (1 + 1e-9)
-    return Row(
+    return Verdict(
         stated["method"], RECOUNT, stated["epsilon"], spent, spent, passed, f"{releases} releases, added up again"
     )
 
@@ -154,7 +159,7 @@ def _ledger(finished: _Finished) -> Row:
 class _Again:
     """The run's network, data, method, noise and steps once more."""
 
-    def __init__(self, finished: _Finished, plan: Plan) -> None:
+    def __init__(self, finished: _Finished, plan: AuditPlan) -> None:
         self._run, self._plan = finished, plan
         self._all = splits_for(finished.settings, finished.settings.model or "")
         self._splits = network(finished.settings, self._all).splits
@@ -181,7 +186,7 @@ class _Again:
             public=start.public,
         )
 
-    def one_run(self, canaries: int, confidence: float) -> Row:
+    def one_run(self, canaries: int, confidence: float) -> Verdict:
         """The audit from one run: strange test rows with wrong labels are behind the run's own rows, by fair coins."""
         splits, plan = self._splits, self._plan
         inputs, labels = (t[:canaries] for t in splits.test.data)
@@ -232,7 +237,7 @@ def _shuffled(inputs: Tensor) -> Tensor:
     return inputs.flatten(1).gather(1, order).view_as(inputs)
 
 
-def _text(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Finished | None) -> str:
+def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("method", "audit", "claimed ε", "audited ≥", "could show", "verdict"):
         table.add_column(
@@ -266,7 +271,7 @@ def _text(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Fi
     return rendered(table, Text(""), *last)
 
 
-def _weak(row: Row) -> bool:
+def _weak(row: Verdict) -> bool:
     """Whether the attack could not have refuted the claim, however well it went."""
     return row.audit != RECOUNT and row.claimed is not None and row.ceiling is not None and row.ceiling < row.claimed
 
@@ -292,7 +297,7 @@ def _area(roc: Roc) -> str:
     return f"area {roc.area:.3f}, 95% in [{roc.low:.3f}, {roc.high:.3f}], 0.5 is guessing; {found}"
 
 
-def _json(plan: Plan, rows: list[Row], membership: dict[str, Roc], finished: _Finished | None) -> str:
+def _json(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:
     found: dict[str, Any] = {
         "passed": all(each.passed for each in rows),
         "plan": asdict(plan),

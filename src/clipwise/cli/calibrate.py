@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from clipwise import accounting
-from clipwise.accounting.dice import Plan
+from clipwise.accounting.dice import DicePlan
 from clipwise.accounting.events import RELATION
 from clipwise.config import CalibrateConfig, flag, one_given
 from clipwise.plain import as_json, rounded_up
@@ -22,7 +22,7 @@ class _Over(NamedTuple):
 
     method: str
     sensitivity: float | None  # None: the model or earlier releases decide it
-    plan: Plan | None  # of a method with feedback
+    plan: DicePlan | None  # of a method with feedback
 
 
 def run(config: CalibrateConfig) -> str:
@@ -92,7 +92,7 @@ def _over(config: CalibrateConfig, text: str, rate: float) -> _Over:
             f"what {method.name} feeds back is clipped on the scale of a batch: expected --samples and --batch, got "
             "--sampling-rate; write for instance --samples 60000 --batch 256"
         )
-    plan = Plan.of(method, float(config.batch), config.samples)
+    plan = DicePlan.of(method, float(config.batch), config.samples)
     assert plan is not None  # it has feedback
     return _Over(str(method), plan.sensitivity, plan)
 
