@@ -50,9 +50,10 @@ def releases(memory, c1, c2, groups, own, drawn, others):
         rows = torch.as_tensor(np.stack([gradient, others[t]] if drawn[t] else [others[t]]))
         private, seen = private_sum(method, like, [from_dense({"w": rows}, like)])
         assert seen.non_finite == 0
-        sent, error = fed_back(method.feedback, error, private.residual, 1.0, t % groups == groups - 1)
+        total, last = private.parts[0].value, t % groups == groups - 1
+        total, error = fed_back(method.feedback, total, error, private.residual, 1.0, last)
         error = zeros(like) if error is None else error
-        sums.append((private.parts[0].value["w"] + sent["w"]).numpy())
+        sums.append(total["w"].numpy())
     return np.array(sums)
 
 
@@ -153,7 +154,7 @@ def test_a_normalised_feedback_that_is_bounded_would_move_for_ever_and_is_refuse
     plus, minus = ({"w": torch.tensor([sign * 0.5], dtype=torch.float64)} for sign in (1, -1))
     feedback, nothing = Feedback(1.0, "bounded", 1, True), {"w": torch.zeros(1, dtype=torch.float64)}
     for _ in range(50):  # after one draw, 1 apart: S4 has 8 c2² for all that follows, and here each step moves by 2 c2
-        (sent, plus), (other, minus) = (fed_back(feedback, e, nothing, 1.0, False) for e in (plus, minus))
+        (sent, plus), (other, minus) = (fed_back(feedback, nothing, e, nothing, 1.0, False) for e in (plus, minus))
         assert abs(float(sent["w"] - other["w"])) == pytest.approx(2.0, rel=1e-4)
     with pytest.raises(Refused, match="proof for clipped feedback only"):
         cw.dice(cw.normalised(1.0), 1.0, memory="bounded", automatic=True)

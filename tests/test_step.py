@@ -479,7 +479,8 @@ def test_a_memory_is_in_float64_and_no_part_of_the_step_that_it_came_from(memory
     feedback = parse(f"dice(flat(1.0), memory={memory!r})").feedback
     residual = {"w": torch.tensor([2.4, 3.2])}
     assert feedback is not None
-    _, following = fed_back(feedback, {"w": torch.ones(2).double()}, residual, 8.0, last=False)
+    total, error = {"w": torch.zeros(2).double()}, {"w": torch.ones(2).double()}
+    _, following = fed_back(feedback, total, error, residual, 8.0, last=False)
     assert following is not None and following["w"].dtype == torch.float64
     before = following["w"].clone()
     residual["w"].zero_()

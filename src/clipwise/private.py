@@ -311,11 +311,11 @@ class Private:
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
         place = self._place(plan)
         error = zeros(parameters) if self._hidden is None else self._hidden
-        sent, following = fed_back(feedback, error, private.residual, self.expected_batch, place == plan.groups - 1)
         (part,) = private.parts
-        torch._foreach_add_(list(sent.values()), [part.value[name] for name in sent])
+        last = place == plan.groups - 1
+        total, following = fed_back(feedback, part.value, error, private.residual, self.expected_batch, last)
         memory = 2 * plan.feedback_norm if plan.memory == "full" else 0.0
-        private = PrivateSum((Part(sent, plan.sensitivity, part.share),), memory)
+        private = PrivateSum((Part(total, plan.sensitivity, part.share),), memory)
         return private, plan.event(self.noise_multiplier, place), following
 
     def _update(self, parameters: Mapping[str, Tensor], update: Gradient) -> None:

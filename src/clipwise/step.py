@@ -118,9 +118,9 @@ def zeros(parameters: Mapping[str, Tensor]) -> Gradient:
 
 
 def fed_back(
-    feedback: Feedback, error: Gradient, residual: Gradient, expected_batch: float, last: bool
+    feedback: Feedback, total: Gradient, error: Gradient, residual: Gradient, expected_batch: float, last: bool
 ) -> tuple[Gradient, Gradient | None]:
-    """What is added to the sum, and the error that the next step will feed back (paper 1, Algorithm 2).
+    """The sum with the error fed back, and the error that the next step will feed back (paper 1, Algorithm 2).
 
     Everything is on the sum's scale: c2 = B·C2. Guarantees: what is added has a norm of at most c2. The error is
     private; it is not released, and what its use costs is the event's matter (``accounting.dice``). The ``last`` step
@@ -130,17 +130,20 @@ def fed_back(
     names, errors = list(error), list(error.values())
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(errors)))
     share = _share(norm, c2, normalise=feedback.normalised)
-    sent = dict(zip(names, torch._foreach_mul(errors, share), strict=True))  # clip(E_t, c2)
+
+    def with_errors(gradient: Gradient, factor: Tensor) -> Gradient:
+        sums = torch._foreach_addcmul([gradient[name] for name in names], errors, [factor] * len(errors))
+        return dict(zip(names, sums, strict=True))
+
+    fed = with_errors(total, share)  # Σ w_i v_i + clip(E_t, c2)
     if feedback.memory == "blocks" and last:
-        return sent, None
+        return fed, None
     if feedback.memory == "none":
-        return sent, {name: residual[name].to(torch.float64, copy=True) for name in names}
+        return fed, {name: residual[name].to(torch.float64, copy=True) for name in names}
     kept = 1 - share
     if feedback.memory == "bounded":
         kept = kept * _share((kept * norm).abs(), c2)
-    # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
-    following = torch._foreach_addcmul([residual[name] for name in names], errors, [kept] * len(errors))
-    return sent, dict(zip(names, following, strict=True))
+    return fed, with_errors(residual, kept)  # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
 
 
 @dataclass

@@ -73,8 +73,7 @@ def descend(
         total = {name: value for part in private.parts for name, value in part.value.items()}
         if method.feedback is not None and private.residual is not None:
             error = zeros(parameters) if error is None else error
-            sent, error = fed_back(method.feedback, error, private.residual, float(batch), False)
-            total = {name: value + sent[name] for name, value in total.items()}
+            total, error = fed_back(method.feedback, total, error, private.residual, float(batch), False)
         here = {name: p.detach().clone() for name, p in parameters.items()}
         iterates = (*iterates, here)[-keep:] if keep else ()
         count = batch / method.unit
