@@ -234,6 +234,18 @@ def test_features_to_spare_are_no_part_of_a_written_gradient(
     torch.testing.assert_close(kept.total(torch.ones(2)).double(), found.double().sum(0), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("first", ["samples", "positions"])
+def test_a_sum_over_positions_copies_no_factor_into_another_order(first: str) -> None:
+    """Recurrent layers and attention hold positions first."""
+    a, b = (normal(1, 7, size) for size in (3, 8))
+    if first == "positions":
+        a, b = (t.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3) for t in (a, b))
+    weights = torch.linspace(-1, 2, SAMPLES, dtype=torch.float64)
+    graph = make_fx(lambda *given: Outer(*given[:2], torch.Size([8, 3])).total(given[2]))(a, b, weights)
+    assert not [node for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default]
+    torch.testing.assert_close(graph(a, b, weights), torch.einsum("i,itq,itp->qp", weights, b[:, 0], a[:, 0]))
+
+
 def test_the_norm_of_a_large_written_gradient_is_a_few_operations_in_a_graph() -> None:
     value = torch.randn(2, 100 * kinds.PIECE + 7)
     graph = make_fx(lambda v: Dense(v).sq_norm())(value)
