@@ -104,7 +104,7 @@ class Outer:
             return self.of_parameter(convolution_total(*self._images(), weights, *ONE)[:, :, 0, 0])
         own = self.unpadded()
         a, b = wide(own.a), wide(own.b)
-        # w on the narrower one, which is copied for it; and samples and positions in the order of the other one's memory
+        # w on the narrower one, which is copied for it; samples and positions in the order of the other one's memory
         a, b, other = (a, b * shaped(b, weights), a) if b.shape[3] <= a.shape[3] else (a * shaped(a, weights), b, b)
         order = (1, 0, 2, 3) if other.stride(0) >= other.stride(2) else (1, 2, 0, 3)
         a, b = (t.permute(order).flatten(1, 2) for t in (a, b))  # [block, sample · position, …]
