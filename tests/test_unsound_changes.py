@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import clipwise as cw
+from clipwise.records.extremes import LARGE, refuse_extremes
+from clipwise.records.states import modes
 from clipwise.types import InputError, Refused
 
 ROWS = 120
@@ -164,6 +167,16 @@ def test_a_forward_pass_that_is_patched_or_hooked_everywhere_later_is_tested(cha
             handle.remove()
 
 
+def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
+    """Memory is used again, and with it the number of a function."""
+    model, seen = nn.Linear(6, 3), set[Any]()
+    for forward in (lambda module, x: x, lambda module, x: x - x.mean(0)):
+        model.forward = MethodType(forward, model)
+        seen.add(modes(model, []))
+        del model.forward
+    assert len(seen) == 2
+
+
 def test_a_hook_that_is_exchanged_for_another_is_tested() -> None:
     model = nn.Linear(6, 3)
     model.register_buffer("seen", torch.zeros(6))
@@ -241,6 +254,21 @@ def test_a_model_that_takes_no_large_values_passes() -> None:
         return cw.cross_entropy(model, batch)
 
     private_for(loss=loss)
+
+
+def test_on_a_gpu_whole_numbers_stay_since_an_index_that_is_too_large_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Categories often stand among fractions, and are cast in the model."""
+    x, most = torch.tensor([[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]), []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        most.append(batch[0].amax(0).tolist())
+        return cw.cross_entropy(model, batch)
+
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not isinstance(tensor, nn.Parameter)))
+    refuse_extremes(nn.Linear(2, 3), loss, (x, Y[:3]))
+    assert most == [[3.0, 0.5], [3.0, 1.5 * LARGE]]
 
 
 # --------------------------------------------------------------------- one draw, two releases

@@ -26,8 +26,9 @@ LARGE = 2.0**20  # float32 keeps three bits after the point beside it
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
-    Edge cases: numbers that are no fractions, such as tokens, stay as they are. A model that raises an error at such
-    values is left alone; on CUDA none is made NaN, since a kernel that asserts numbers would end the process.
+    Edge cases: whole numbers by their format, such as tokens, stay as they are. A model that raises an error at such
+    values is left alone; on CUDA, where a kernel that does not take an index or a NaN ends the process, nothing is made
+    NaN, and whole numbers among fractions stay too: they may be categories.
     """
     _refuse(
         *(model, loss, batch, LARGE, "of very large values"),
@@ -56,7 +57,11 @@ def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str
 
 
 def _last_times(rows: Tensor, factor: float) -> Tensor:
-    return torch.cat([rows[:-1], factor * (rows[-1:] + 1)]) if rows.dim() and rows.is_floating_point() else rows
+    if not rows.dim() or not rows.is_floating_point():
+        return rows
+    last = rows[-1:]
+    changed = factor * (last + 1)
+    return torch.cat([rows[:-1], torch.where(last % 1 == 0, last, changed) if rows.is_cuda else changed])
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
