@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import clipwise as cw
-from clipwise.records.extremes import LARGE, refuse_extremes
+from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import modes
 from clipwise.types import InputError, Refused
 
@@ -256,19 +257,35 @@ def test_a_model_that_takes_no_large_values_passes() -> None:
     private_for(loss=loss)
 
 
-def test_on_a_gpu_whole_numbers_stay_since_an_index_that_is_too_large_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Categories often stand among fractions, and are cast in the model."""
-    x, most = torch.tensor([[1.0, 0.5], [2.0, 0.5], [3.0, 0.5]]), []
+class Categories(nn.Module):
+    """The first number of a row is a category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(3, 4), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.table(x[:, 0].long()), x[:, 1:]], 1))
+
+
+@pytest.mark.parametrize("loss", [softmax_below(torch.max), cw.cross_entropy])
+def test_categories_among_fractions_stay_and_the_fractions_are_made_large(loss: Any) -> None:
+    x = torch.cat([torch.zeros(4, 1), X[:4, 1:]], 1)
+    with pytest.raises(Refused, match="very large values") if loss is not cw.cross_entropy else nullcontext():
+        refuse_extremes(Categories(), loss, (x, Y[:4]))
+
+
+def test_on_a_gpu_no_whole_number_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that is out of range ends the process there."""
+    x, seen = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), list[Any]()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        most.append(batch[0].amax(0).tolist())
+        seen.append(batch[0].tolist())
         return cw.cross_entropy(model, batch)
 
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not isinstance(tensor, nn.Parameter)))
-    refuse_extremes(nn.Linear(2, 3), loss, (x, Y[:3]))
-    assert most == [[3.0, 0.5], [3.0, 1.5 * LARGE]]
+    refuse_extremes(nn.Linear(2, 3), loss, (x, Y[:2]))
+    assert seen == [x.tolist()] * 2
 
 
 # --------------------------------------------------------------------- one draw, two releases

@@ -26,9 +26,9 @@ LARGE = 2.0**20  # float32 keeps three bits after the point beside it
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
-    Edge cases: whole numbers by their format, such as tokens, stay as they are. A model that raises an error at such
-    values is left alone; on CUDA, where a kernel that does not take an index or a NaN ends the process, nothing is made
-    NaN, and whole numbers among fractions stay too: they may be categories.
+    Edge cases: tokens stay as they are, and so do whole numbers among fractions, which may be categories. A model that
+    raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: no
+    whole number is changed there, and nothing is made NaN.
     """
     _refuse(
         *(model, loss, batch, LARGE, "of very large values"),
@@ -60,8 +60,9 @@ def _last_times(rows: Tensor, factor: float) -> Tensor:
     if not rows.dim() or not rows.is_floating_point():
         return rows
     last = rows[-1:]
-    changed = factor * (last + 1)
-    return torch.cat([rows[:-1], torch.where(last % 1 == 0, last, changed) if rows.is_cuda else changed])
+    whole = last % 1 == 0
+    stays = whole if rows.is_cuda or not bool(whole.all()) else torch.zeros_like(whole)
+    return torch.cat([rows[:-1], torch.where(stays, last, factor * (last + 1))])
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
