@@ -275,6 +275,17 @@ def test_categories_among_fractions_stay_and_the_fractions_are_made_large(loss: 
         refuse_extremes(Categories(), loss, (x, Y[:4]))
 
 
+@pytest.mark.parametrize("shaken", [False, True])
+def test_a_model_that_looks_up_categories_among_fractions_passes(shaken: bool) -> None:
+    """One more than the last category is none."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return cw.cross_entropy(model, (torch.cat([x[:, :1], x[:, 1:] + torch.rand(5)], 1) if shaken else x, y))
+
+    private_for(Categories(), (torch.cat([Y.flip(0)[:, None].float(), X[:, 1:]], 1), Y), loss=loss)
+
+
 def test_on_a_gpu_no_whole_number_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that is out of range ends the process there."""
     x, seen = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), list[Any]()

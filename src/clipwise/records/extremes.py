@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
 from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, losses_of
+from clipwise.records.checks import culprit, losses_of, stays
 from clipwise.records.states import unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Refused
@@ -60,9 +60,8 @@ def _last_times(rows: Tensor, factor: float) -> Tensor:
     if not rows.dim() or not rows.is_floating_point():
         return rows
     last = rows[-1:]
-    whole = last % 1 == 0
-    stays = whole if rows.is_cuda or not bool(whole.all()) else torch.zeros_like(whole)
-    return torch.cat([rows[:-1], torch.where(stays, last, factor * (last + 1))])
+    kept = last % 1 == 0 if rows.is_cuda else stays(last)
+    return torch.cat([rows[:-1], torch.where(kept, last, factor * (last + 1))])
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
