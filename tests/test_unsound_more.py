@@ -399,6 +399,13 @@ def test_samples_of_a_data_set_that_lie_apart_pass(make: Any, recwarn: pytest.Wa
     assert not [w for w in recwarn if "again" in str(w.message)]
 
 
+def test_sparse_samples_that_collate_makes_dense_pass() -> None:
+    def dense(items: list[Any]) -> Any:
+        return torch.stack([x.to_dense() for x, _ in items]), torch.stack([y for _, y in items])
+
+    private_for(data=Made(ROWS, lambda i: X[i].to_sparse()), collate=dense)
+
+
 WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 
 

@@ -77,12 +77,12 @@ def _telling(row: np.ndarray[Any, Any]) -> bool:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """The tensors and arrays of a sample, not copied."""
+    """The tensors and arrays of a sample, not copied; sparse ones have no memory that could be compared."""
     if isinstance(item, np.ndarray) and item.dtype.kind in "biuf" and min(item.strides, default=0) >= 0:
         with warnings.catch_warnings(action="ignore"):  # it may be read-only, and is not written to
             item = torch.from_numpy(item)
     if isinstance(item, Tensor):
-        yield item
+        yield from [item] if item.layout is torch.strided else []
     elif isinstance(item, (Mapping, list, tuple)):
         for value in item.values() if isinstance(item, Mapping) else item:
             yield from _tensors(value)
