@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -78,8 +79,9 @@ def _telling(row: np.ndarray[Any, Any]) -> bool:
 
 def _tensors(item: Any) -> Iterator[Tensor]:
     """The tensors and arrays of a sample, not copied; sparse ones have no memory that could be compared."""
-    if isinstance(item, np.ndarray) and item.dtype.kind in "biuf" and min(item.strides, default=0) >= 0:
-        with warnings.catch_warnings(action="ignore"):  # it may be read-only, and is not written to
+    if isinstance(item, np.ndarray):
+        # it may be read-only, and is not written to; what torch cannot hold without a copy is not compared
+        with warnings.catch_warnings(action="ignore"), suppress(TypeError, ValueError):
             item = torch.from_numpy(item)
     if isinstance(item, Tensor):
         yield from [item] if item.layout is torch.strided else []
