@@ -323,3 +323,15 @@ def test_a_compiled_sum_does_not_wait_for_the_device_and_leaves_the_caller_s_bat
     for name, value in expected.parts[0].value.items():
         assert (private.parts[0].value[name] - value).norm() <= 5e-3 * value.norm() + 1e-6
     assert all(map(torch.equal, data, first))
+
+
+def test_a_run_is_begun_without_moving_the_device_s_generator() -> None:
+    """Also on samples that are read one by one, for which generators are seeded alike."""
+    model = nn.Linear(3, 2).to("cuda")
+    rows = [(torch.randn(3), torch.tensor(i % 2)) for i in range(8)]
+    data = torch.utils.data.Subset(rows, range(8))  # type: ignore[arg-type, var-annotated]
+    before = torch.cuda.get_rng_state()
+    clipwise.make_private(
+        model, torch.optim.SGD(model.parameters()), data, noise_multiplier=1.0, steps=1, batch=4, delta=0.1
+    )
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -246,8 +246,9 @@ def test_samples_that_are_lost_are_warned_of_where_they_are_most() -> None:
     model = nn.Linear(4, 3)
     plan = {**PLAN, "batch": 40, "self_test": False}
     private = cw.make_private(model, torch.optim.SGD(model.parameters()), Holes(), **plan)
-    with pytest.warns(UserWarning, match="in step 1 36 of 40 samples had no finite gradient and added nothing"):
+    with pytest.warns(UserWarning, match="in step 1 36 of 40 samples had no finite gradient and added nothing") as said:
         private.step(next(private.batches()))
+    assert said[0].filename == __file__  # the user's own line
 
 
 def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import clipwise as cw
+from clipwise.diagnostics import Monitor
 from clipwise.plain import rounded_up
 from clipwise.report import RunFolder
 from clipwise.types import InputError, PoissonGaussian, Refused
@@ -541,6 +542,22 @@ def test_a_run_that_was_stopped_in_its_last_measurement_makes_it_when_resumed(
     assert [row["step"] for row in run.metrics] == [3, 6] and run.metrics[-1]["calls"] == 3
     assert run.statement.releases == 6
     assert not list(recwarn), "neither that there are no more batches nor that the model was trained before"
+
+
+def test_a_run_that_was_stopped_in_its_first_look_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"monitor": Monitor((X[:8], Y[:8]), "private", every=6), "folder": tmp_path / "run"}
+    monkeypatch.setattr(Monitor, "look", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        trained(**how)
+    monkeypatch.undo()
+    run = trained(resume=True, **how)
+    assert [row["step"] for row in run.diagnostics] == [0, 6] and run.statement.releases == 6
+
+
+def stopped(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def test_what_is_seen_is_written_once_and_forgotten_after_the_checkpoint(tmp_path: Path) -> None:

@@ -395,6 +395,7 @@ def test_runs_of_one_model_that_take_turns_warn(recwarn: pytest.WarningsRecorder
     for _ in range(2):
         second.step(next(second.batches()))
     assert ["another private run trained this model since" in str(w.message) for w in recwarn] == [True]
+    assert recwarn[0].filename == __file__  # the user's own line
 
 
 def _ledger_of(event: Any) -> cw.Ledger:

@@ -9,6 +9,8 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import clipwise as cw
+from clipwise.records.extremes import refuse_extremes
+from clipwise.records.states import modes
 from clipwise.types import InputError, Refused
 
 ROWS = 120
@@ -164,6 +168,16 @@ def test_a_forward_pass_that_is_patched_or_hooked_everywhere_later_is_tested(cha
             handle.remove()
 
 
+def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
+    """Memory is used again, and with it the number of a function."""
+    model, seen = nn.Linear(6, 3), set[Any]()
+    for forward in (lambda module, x: x, lambda module, x: x - x.mean(0)):
+        model.forward = MethodType(forward, model)
+        seen.add(modes(model, []))
+        del model.forward
+    assert len(seen) == 2
+
+
 def test_a_hook_that_is_exchanged_for_another_is_tested() -> None:
     model = nn.Linear(6, 3)
     model.register_buffer("seen", torch.zeros(6))
@@ -241,6 +255,48 @@ def test_a_model_that_takes_no_large_values_passes() -> None:
         return cw.cross_entropy(model, batch)
 
     private_for(loss=loss)
+
+
+class Categories(nn.Module):
+    """The first number of a row is a category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(3, 4), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.table(x[:, 0].long()), x[:, 1:]], 1))
+
+
+@pytest.mark.parametrize("loss", [softmax_below(torch.max), cw.cross_entropy])
+def test_categories_among_fractions_stay_and_the_fractions_are_made_large(loss: Any) -> None:
+    x = torch.cat([torch.zeros(4, 1), X[:4, 1:]], 1)
+    with pytest.raises(Refused, match="very large values") if loss is not cw.cross_entropy else nullcontext():
+        refuse_extremes(Categories(), loss, (x, Y[:4]))
+
+
+@pytest.mark.parametrize("shaken", [False, True])
+def test_a_model_that_looks_up_categories_among_fractions_passes(shaken: bool) -> None:
+    """One more than the last category is none."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return cw.cross_entropy(model, (torch.cat([x[:, :1], x[:, 1:] + torch.rand(5)], 1) if shaken else x, y))
+
+    private_for(Categories(), (torch.cat([Y.flip(0)[:, None].float(), X[:, 1:]], 1), Y), loss=loss)
+
+
+def test_on_a_gpu_no_whole_number_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that is out of range ends the process there."""
+    x, seen = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), list[Any]()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch[0].tolist())
+        return cw.cross_entropy(model, batch)
+
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not isinstance(tensor, nn.Parameter)))
+    refuse_extremes(nn.Linear(2, 3), loss, (x, Y[:2]))
+    assert seen == [x.tolist()] * 2
 
 
 # --------------------------------------------------------------------- one draw, two releases

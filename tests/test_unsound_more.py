@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
 
 import clipwise as cw
 from clipwise.cli.runs import network, splits_for
@@ -397,6 +397,17 @@ COLUMNS = SERIES.reshape(6, ROWS)
 def test_samples_of_a_data_set_that_lie_apart_pass(make: Any, recwarn: pytest.WarningsRecorder) -> None:
     private_for(data=Made(ROWS, make))
     assert not [w for w in recwarn if "again" in str(w.message)]
+
+
+OTHER_BYTES, LONG = X.numpy().astype(">f4"), X.numpy().astype(np.longdouble)
+
+
+@pytest.mark.parametrize("make", [lambda i: X[i].to_sparse(), OTHER_BYTES.__getitem__, LONG.__getitem__])
+def test_samples_that_only_collate_makes_plain_tensors_of_pass(make: Any) -> None:
+    def plain(x: Any) -> Tensor:
+        return x.to_dense() if isinstance(x, Tensor) else torch.from_numpy(x.astype(np.float32))
+
+    private_for(data=Made(ROWS, make), collate=lambda items: default_collate([(plain(x), y) for x, y in items]))
 
 
 WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))

@@ -482,7 +482,7 @@ class Private:
             warnings.warn(
                 f"in step {self._taken + 1} {said}: the model has diverged, or the data or the loss are not numbers; "
                 "write a smaller learning rate, or look at the data and the loss",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _warn_of_others(self) -> None:
@@ -492,7 +492,7 @@ class Private:
             warnings.warn(
                 "another private run trained this model since, and the statement of this one does not count it: if its "
                 "data were the same, make one run after the other, with spent=the earlier one's ledger",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:

@@ -35,6 +35,7 @@ from clipwise.records.checks import (
     moved_weights,
     refuse_remembered,
     self_test,
+    shifted,
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
@@ -248,7 +249,7 @@ def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
     if not rows.dim():
         return rows
     other = rows.clone()
-    other[index] = rows.roll(1, 0)[index] + (1 if rows.is_floating_point() else 0)
+    other[index] = shifted(rows.roll(1, 0)[index])
     return other
 
 

@@ -112,7 +112,7 @@ def make_private(
     rows, batch = len(dataset), whole("batch", batch)
     _check_sizes(rows, batch, delta)
     warn_of_copies(dataset)
-    with kept(()):
+    with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, lambda: seeded(0))
     _check_public(public, chosen, dataset)
     _check_recall(chosen, batch, rows)

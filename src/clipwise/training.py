@@ -128,9 +128,10 @@ def train(
         loop.restore()
     with private.ledger:  # a run that is stopped lets go of its file too
         if not resume:
-            loop.look()
             loop.checkpoint()  # whatever stops the run from now on, it can be resumed
         try:
+            if not private.steps_taken and not loop.looks:
+                loop.look()
             if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
                 loop.note(every)
             else:

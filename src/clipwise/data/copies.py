@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -73,16 +74,17 @@ def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
 
 
 def _telling(row: np.ndarray[Any, Any]) -> bool:
-    return len({number for number in row.tolist() if number % 1}) >= TELLING
+    return len(np.unique(row[np.modf(row)[0] != 0])) >= TELLING
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """The tensors and arrays of a sample, not copied."""
-    if isinstance(item, np.ndarray) and item.dtype.kind in "biuf" and min(item.strides, default=0) >= 0:
-        with warnings.catch_warnings(action="ignore"):  # it may be read-only, and is not written to
+    """The tensors and arrays of a sample, not copied; sparse ones have no memory that could be compared."""
+    if isinstance(item, np.ndarray):
+        # it may be read-only, and is not written to; what torch cannot hold without a copy is not compared
+        with warnings.catch_warnings(action="ignore"), suppress(TypeError, ValueError):
             item = torch.from_numpy(item)
     if isinstance(item, Tensor):
-        yield item
+        yield from [item] if item.layout is torch.strided else []
     elif isinstance(item, (Mapping, list, tuple)):
         for value in item.values() if isinstance(item, Mapping) else item:
             yield from _tensors(value)

@@ -325,10 +325,19 @@ def _changed(rows: Tensor, place: int, by: int) -> Tensor:
     if not rows.dim():
         return rows
     other = rows.clone()
-    other[place] = rows[by]
-    if rows.is_floating_point():
-        other[place] += 1
+    other[place] = shifted(rows[by])
     return other
+
+
+def shifted(rows: Tensor) -> Tensor:
+    """Other values: each one more, but for tokens, and for what ``stays``."""
+    return torch.where(stays(rows), rows, rows + 1) if rows.is_floating_point() else rows
+
+
+def stays(rows: Tensor) -> Tensor:
+    """Where whole numbers stand among fractions: they may be categories, and another number none."""
+    whole = rows % 1 == 0
+    return torch.zeros_like(whole) if bool(whole.all()) else whole
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
 from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, losses_of
+from clipwise.records.checks import culprit, losses_of, stays
 from clipwise.records.states import unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Refused
@@ -26,8 +26,9 @@ LARGE = 2.0**20  # float32 keeps three bits after the point beside it
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
-    Edge cases: numbers that are no fractions, such as tokens, stay as they are. A model that raises an error at such
-    values is left alone; on CUDA none is made NaN, since a kernel that asserts numbers would end the process.
+    Edge cases: tokens stay as they are, and so do whole numbers among fractions, which may be categories. A model that
+    raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: no
+    whole number is changed there, and nothing is made NaN.
     """
     _refuse(
         *(model, loss, batch, LARGE, "of very large values"),
@@ -56,7 +57,11 @@ def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str
 
 
 def _last_times(rows: Tensor, factor: float) -> Tensor:
-    return torch.cat([rows[:-1], factor * (rows[-1:] + 1)]) if rows.dim() and rows.is_floating_point() else rows
+    if not rows.dim() or not rows.is_floating_point():
+        return rows
+    last = rows[-1:]
+    kept = last % 1 == 0 if rows.is_cuda else stays(last)
+    return torch.cat([rows[:-1], torch.where(kept, last, factor * (last + 1))])
 
 
 def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:

@@ -31,7 +31,8 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
-        found += type(module), own["training"], id(own.get("forward"))  # one in the place of its class's
+        # a forward in the place of its class's is kept itself: a number of one that is gone may be another's
+        found += type(module), own["training"], own.get("forward")
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)
