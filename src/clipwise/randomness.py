@@ -30,7 +30,7 @@ _BLOCK = 1 << 17  # words per key, a megabyte: passes stay in the cache and seld
 _ZEROS = memoryview(bytes(8 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
 _THREADS = 8  # at most: between their passes threads wait for the interpreter's lock
-_EACH = 8  # blocks for each thread, half a million normals: with fewer, PyTorch's own spinning threads cost more
+_EACH = 32  # blocks for each thread, two million normals: with fewer, PyTorch's own spinning threads cost more
 
 
 class Stream(Protocol):
