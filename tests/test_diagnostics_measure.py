@@ -7,7 +7,7 @@ a look says of itself and what it leaves alone.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -23,6 +23,7 @@ from clipwise.noise import release
 from clipwise.records import SampleGradients, from_dense, oracle, per_sample
 from clipwise.step import private_sum
 from clipwise.types import Batch, InputError, PoissonGaussian
+from streams import Ones
 
 SIZES = {"a.weight": 4, "a.bias": 2, "b.weight": 5}
 LAYERS = {"a": slice(0, 6), "b": slice(6, 11)}
@@ -179,21 +180,6 @@ def test_several_methods_at_once_are_each_as_by_itself() -> None:
             assert_close(bias, beside.layers[name])
 
 
-class Ones:
-    """A stream whose noise has its root mean square length in every draw."""
-
-    name = "ones"
-
-    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-        return torch.ones(tuple(shape), dtype=torch.float64)
-
-    def uniform(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64)
-
-    def at(self, step: int) -> "Ones":
-        return self
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -208,7 +194,7 @@ class Ones:
 def test_the_noise_is_what_a_release_would_add(text: str) -> None:
     method, sigma, batch = parse(text), 1.7, 24.0
     empty, _ = private_sum(method, LIKE, [])
-    released = release(empty, PoissonGaussian(sigma, 0.1), Ones()).gradient
+    released = release(empty, PoissonGaussian(sigma, 0.1), Ones(0)).gradient
     effect = measure(gradients(rows()), [method], noise_multiplier=sigma, expected_batch=batch).methods[str(method)]
     units = batch / method.unit
     for bias, names in [

@@ -7,7 +7,7 @@ Gives: agreement in float64, limits, the adaptive quantile, schedules, and the n
 import copy
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,25 +24,11 @@ from clipwise.randomness import SeededStream
 from clipwise.records import SampleGradients, from_dense
 from clipwise.step import MARGIN, private_sum
 from clipwise.types import Citation, InputError, Part, PoissonGaussian, PrivateSum, Released
+from streams import Ones
 
 BLOCKS = {"a.weight": 5, "a.bias": 2, "b.weight": 4}
 LAYERS = ((0, 7), (7, 11))  # columns of the layers a and b
 LIKE = {name: torch.zeros(size, dtype=torch.float64) for name, size in BLOCKS.items()}
-
-
-class Ones:
-    """A stream whose noise is its own scale."""
-
-    name = "ones"
-
-    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-        return torch.ones(tuple(shape), dtype=torch.float64)
-
-    def uniform(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.float64)
-
-    def at(self, step: int) -> "Ones":
-        return self
 
 
 def gradients(g: np.ndarray) -> SampleGradients:
@@ -195,7 +181,7 @@ def test_global_keeps_a_gradient_exactly_at_its_threshold_and_nothing_beyond() -
 
 def moved(method: Method, sigma: float, g: np.ndarray | None = None) -> tuple[PrivateSum, Released]:
     private, _ = private_sum(method, LIKE, [gradients(batch() if g is None else g)])
-    return private, release(private, PoissonGaussian(sigma, 0.1), Ones())
+    return private, release(private, PoissonGaussian(sigma, 0.1), Ones(0))
 
 
 def scale(before: Part, after: dict[str, Tensor]) -> float:

@@ -5,7 +5,6 @@ Gives: the measured scale for every method, one draw whatever the chunks, and th
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import from_dense
 from clipwise.step import private_sum
 from clipwise.types import InputError, Part, PoissonGaussian, PrivateSum, Refused
+from streams import Noting
 
 LIKE = {"a.weight": torch.zeros(40, 50), "a.bias": torch.zeros(1000), "b.weight": torch.zeros(60, 50)}
 EVENT = PoissonGaussian(1.7, 0.1)
@@ -95,29 +95,13 @@ def test_the_noise_is_gaussian() -> None:
     assert stats.kstest(draws.double().numpy() / 1.7, "norm").pvalue > 1e-4
 
 
-class Counting:
-    """A seeded stream that counts what is drawn from it."""
-
-    def __init__(self) -> None:
-        self.stream, self.drawn, self.name = SeededStream(5), 0, "counting"
-
-    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-        self.drawn += math.prod(shape)
-        return self.stream.normal(shape)
-
-    def uniform(self, count: int) -> Tensor:
-        return self.stream.uniform(count)
-
-    def at(self, step: int) -> "Counting":
-        return self
-
-
 def test_noise_is_drawn_once_over_all_chunks_and_for_every_number_that_leaves() -> None:
     chunk = from_dense({name: torch.ones(2, *v.shape) for name, v in LIKE.items()}, LIKE)
     for method in (cw.flat(1.0), cw.layerwise(), cw.adaptive()):
-        counting = Counting()
-        release(private_sum(method, LIKE, [chunk] * 7)[0], EVENT, counting)
-        assert counting.drawn == sum(v.numel() for v in LIKE.values()) + (method.count is not None)
+        noting = Noting(5)
+        release(private_sum(method, LIKE, [chunk] * 7)[0], EVENT, noting)
+        drawn = sum(count for count, _ in noting.drawn)
+        assert drawn == sum(v.numel() for v in LIKE.values()) + (method.count is not None)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -156,21 +140,13 @@ def test_noise_is_added_in_float64_and_only_the_noisy_sum_is_rounded() -> None:
 
 
 def test_what_stays_in_float64_takes_two_draws_and_what_is_rounded_one() -> None:
-    asked: list[tuple[int, bool]] = []
-
-    class Noting(SeededStream):
-        def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-            asked.append((math.prod(shape), narrow))
-            return super().normal(shape, narrow)
-
     small, large = torch.ones(3), torch.ones(5, dtype=torch.float64)
     parts = (Part({"a": small}, 1.0, 0.25), Part({"b": large}, 1.0, 0.25), Part({"a": large}, 1.0, 0.5, is_count=True))
-    released = release(PrivateSum(parts), EVENT, Noting(1))
-    assert asked == [(3, True), (10, False)]
+    released = release(PrivateSum(parts), EVENT, noting := Noting(1))
+    assert noting.drawn == [(3, True), (5, False), (5, False)]
     assert released.gradient["a"].dtype == torch.float32 and released.gradient["b"].dtype == torch.float64
-    asked.clear()
-    release(PrivateSum(parts), EVENT, Noting(1), 2.0, torch.float32)
-    assert asked == [(8, True), (5, False)]  # a count keeps its own format
+    release(PrivateSum(parts), EVENT, noting := Noting(1), 2.0, torch.float32)
+    assert noting.drawn == [(8, True), (5, False)]  # a count keeps its own format
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

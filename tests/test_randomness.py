@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -273,10 +272,31 @@ def test_streams_say_their_names_and_refuse_a_bad_seed() -> None:
             SeededStream(seed)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("turned", [randomness._by_tangent, randomness._by_both])
-def test_both_ways_to_turn_a_radius_give_its_cosine_and_sine(turned: Any) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_numpy_s_functions_and_pytorch_s_give_the_same_logarithm_cosine_and_sine(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(randomness, "_fast", lambda name: fast)
     angle = np.concatenate([np.linspace(-math.pi, math.pi, 5), np.random.default_rng(0).uniform(-3.2, 3.2, 1001)])
-    radius = np.random.default_rng(1).uniform(0, 8, len(angle))
-    cosines, sines = turned(np.stack([angle, angle]), np.stack([radius, radius]))
-    np.testing.assert_allclose(cosines[1], radius * np.cos(angle), atol=1e-14, rtol=1e-14)
-    np.testing.assert_allclose(sines[1], radius * np.sin(angle), atol=1e-14, rtol=1e-14)
+    radius = np.random.default_rng(1).uniform(1e-9, 8, len(angle))
+    logarithm, cosine, sine = radius.copy(), radius.copy(), angle.copy()
+    randomness._log(logarithm)
+    randomness._to_waves(cosine, sine)
+    np.testing.assert_allclose(logarithm, np.log(radius), atol=1e-14, rtol=1e-14)
+    np.testing.assert_allclose(cosine, radius * np.cos(angle), atol=1e-14, rtol=1e-14)
+    np.testing.assert_allclose(sine, radius * np.sin(angle), atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_noise_is_added_a_block_at_a_time_to_tensors_that_begin_and_end_anywhere(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(randomness, "_EACH", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for size in [(7,), (300, 400), (0,), (), (65_536,), (3, 5)]]
+    scales = [0.3, 0.3, 1.0, 5.0, 2.0, 0.1]
+    found = SeededStream(6).noisy_all(values, scales, 7.0)
+    noise = SeededStream(6).normal([sum(value.numel() for value in values)], narrow=True)
+    for value, scale, own, noisy in zip(values, scales, noise.split([v.numel() for v in values]), found, strict=True):
+        assert torch.equal(noisy, ((value.double() + scale * own.view(value.shape)) / 7.0).float())

@@ -1,7 +1,7 @@
 """Random numbers: secure ones for private runs, seeded ones for tests.
 
 Receives: a shape or a count; for the seeded stream also a seed and a step.
-Gives: standard normals and uniforms, float64 on the CPU; noise added to CUDA tensors, on their own device.
+Gives: standard normals and uniforms, float64 on the CPU; noise added to tensors, on CUDA where they lie.
 
 Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ only in where the key comes from.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -56,9 +57,9 @@ class Stream(Protocol):
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """(value + scale · z)/divisor for CUDA tensors, each with its own scale and normals, drawn where it is.
+        """(value + scale · z)/divisor, each value with its own scale and normals; those on CUDA are drawn there.
 
-        In float64, rounded once: to ``dtype``, or the tensor's own format.
+        In float64, rounded once: to ``dtype``, or the value's own format.
         """
         ...
 
@@ -72,45 +73,33 @@ def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
 
 
-def add_scaled(
-    value: Tensor, normals: Tensor, scale: float, divisor: float = 1.0, dtype: torch.dtype | None = None
-) -> Tensor:
-    """(``value`` + scale · normals)/divisor in float64 on the CPU, rounded once; overwrites ``normals``."""
-    normals = normals.view(value.shape)
-    total = torch.add(value.to("cpu"), normals, alpha=scale, out=normals)
-    return (total if divisor == 1 else total.div_(divisor)).to(value.device, dtype or value.dtype)
+def _pieces(count: int, size: int) -> Iterator[slice]:
+    """0 to ``count`` in pieces of at most that size."""
+    return (slice(at, min(at + size, count)) for at in range(0, count, size))
 
 
-def _empty(count: int) -> Tensor:
-    """Float64 on the CPU, whatever device is the default: the cipher writes to this machine's memory."""
-    return torch.empty(count, dtype=torch.float64, device="cpu")
-
-
-def _split(out: Tensor, size: int) -> list[NDArray[np.float64]]:
-    """Its memory in pieces of at most that size."""
-    flat: NDArray[np.float64] = out.numpy()
-    return [flat[at : at + size] for at in range(0, len(flat), size)]
-
-
-def _single(out: NDArray[np.float64], start: tuple[bytes, bytes]) -> None:
-    """As many normals, each from one Box–Muller draw, over ``out``: five 32-bit words make two.
+def _one_draw(count: int, start: tuple[bytes, bytes]) -> NDArray[np.float64]:
+    """Half a block of normals at most, each from one Box–Muller draw: five 32-bit words make two.
 
     r = √(−2 ln u) with u = word · 2⁻⁶³ + (more + ½) · 2⁻⁹⁵, which is never 0.
     """
-    half, rest = (len(out) + 1) // 2, len(out) // 2
+    half = (count + 1) // 2
     room = np.empty(20 * half, np.uint8)
     keystream(*start, room.data)
     word, turn = room[: 16 * half].view(np.int64).reshape(2, half)
     word &= (1 << 63) - 1
-    radius = np.multiply(room[16 * half :].view(np.uint32), 2.0**-95)
+    waves = np.empty((2, half))  # radius and angle become r cos θ and r sin θ
+    radius, angle = waves
+    np.multiply(word, 2.0**-63, out=angle)
+    np.multiply(room[16 * half :].view(np.uint32), 2.0**-95, out=radius)
     radius += 2.0**-96
-    radius += word * 2.0**-63
-    np.log(radius, out=radius)
+    radius += angle
+    _log(radius)
     radius *= -2
     np.sqrt(radius, out=radius)
-    angle = np.multiply(turn, 2 * math.pi * 2.0**-64)
-    cosines, sines = (_by_tangent if _fast_tangent() else _by_both)(angle[None], radius[None])
-    out[:half], out[half:] = cosines[0], sines[0, :rest]
+    np.multiply(turn, 2 * math.pi * 2.0**-64, out=angle)
+    _to_waves(radius, angle)
+    return waves.reshape(-1)[:count]
 
 
 def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
@@ -120,55 +109,57 @@ def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
     return words
 
 
-def _normals(out: NDArray[np.float64], start: tuple[bytes, bytes]) -> None:
-    """Half a block at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs, over ``out``."""
-    half, rest = (len(out) + 1) // 2, len(out) // 2
-    u, v = _words(4 * half, *start).reshape(2, 2, half)  # [pair, output]
-    # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0, so that the logarithm is finite
-    u |= ~_MASK
-    radius: NDArray[np.float64] = np.multiply(u, -(2.0**-53))
-    np.log(radius, out=radius)
-    np.negative(radius, out=radius)
-    np.sqrt(radius, out=radius)
-    angle: NDArray[np.float64] = np.multiply(v, 2 * math.pi * 2.0**-64)  # from all bits of the word, −π to π
-    cosines, sines = (_by_tangent if _fast_tangent() else _by_both)(angle, radius)
-    np.add(cosines[0], cosines[1], out=out[:half])
-    np.add(sines[0, :rest], sines[1, :rest], out=out[half:])
+def _two_draws(count: int, start: tuple[bytes, bytes]) -> NDArray[np.float64]:
+    """Half a block of normals at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs."""
+    half = (count + 1) // 2
+    waves = np.empty((2, 2, half))  # [pair, radius or angle, output]
+    for one, u, v in zip(waves, *_words(4 * half, *start).reshape(2, 2, half), strict=True):
+        # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0: the logarithm is finite
+        u |= ~_MASK
+        radius, angle = one
+        np.multiply(u, -(2.0**-53), out=radius)
+        _log(radius)
+        np.negative(radius, out=radius)
+        np.sqrt(radius, out=radius)
+        np.multiply(v, 2 * math.pi * 2.0**-64, out=angle)  # from all bits of the word, −π to π
+        _to_waves(radius, angle)
+    return np.add(*waves).reshape(-1)[:count]
 
 
 @functools.cache
-def _fast_tangent() -> bool:
-    """Whether NumPy's tangent takes several numbers at a time, as it does with AVX-512; it says so since 2.1."""
+def _fast(name: str) -> bool:
+    """Whether this function of NumPy takes several float64 at a time, as with AVX-512; it says so since 2.1."""
     try:
         from numpy.lib.introspect import opt_func_info
     except ImportError:
         return False
-    found = opt_func_info(func_name="^tan$", signature="float64").get("tan", {})
+    found = opt_func_info(func_name=f"^{name}$", signature="float64").get(name, {})
     return any(not kind["current"].startswith("baseline") for kind in found.values())
 
 
-def _by_tangent(angle: NDArray[np.float64], radius: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """r cos θ and r sin θ; with t = tan(θ/2) they are r (1 − t²)/(1 + t²) and r 2t/(1 + t²). Overwrites both."""
-    angle *= 0.5
-    t = np.tan(angle, out=angle)
-    square = t * t
-    radius /= square + 1
-    cosines = np.subtract(1, square, out=square)
-    cosines *= radius
-    t *= radius
-    t *= 2
-    return cosines, t
+def _log(values: NDArray[np.float64]) -> None:
+    """In place, by PyTorch where that is faster: there are so few that it starts no threads of its own for them."""
+    if _fast("log"):
+        np.log(values, out=values)
+    else:
+        torch.from_numpy(values).log_()
 
 
-def _by_both(angle: NDArray[np.float64], radius: NDArray[np.float64]) -> tuple[NDArray[np.float64], ...]:
-    """The same by PyTorch's cosine and sine. A row is so short that PyTorch starts no threads of its own for it."""
-    sines = np.empty_like(angle)
-    for one, sine in zip(map(torch.from_numpy, angle), map(torch.from_numpy, sines), strict=True):
-        torch.sin(one, out=sine)
-        one.cos_()
-    angle *= radius
-    sines *= radius
-    return angle, sines
+def _to_waves(radius: NDArray[np.float64], angle: NDArray[np.float64]) -> None:
+    """r cos θ over the radius, r sin θ over the angle."""
+    if _fast("tan"):  # with t = tan(θ/2) they are r (1 − t²)/(1 + t²) and r 2t/(1 + t²)
+        angle *= 0.5
+        t = np.tan(angle, out=angle)
+        square = t * t
+        radius /= square + 1
+        t *= radius
+        t *= 2
+        radius *= np.subtract(1, square, out=square)
+    else:
+        cosine = torch.from_numpy(angle).cos().numpy()
+        torch.from_numpy(angle).sin_()
+        angle *= radius
+        radius *= cosine
 
 
 class _ChaCha20(ABC):
@@ -183,47 +174,85 @@ class _ChaCha20(ABC):
 
     def uniform(self, count: int) -> Tensor:
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
-        out = _empty(whole("count", count, least=0))
-        for block in _split(out, _BLOCK):
-            np.multiply(_words(len(block), *self._next(use=0)) & _MASK, 2.0**-53, out=block)
-        return out
+        out = np.empty(whole("count", count, least=0))
+        for piece in _pieces(count, _BLOCK):
+            np.multiply(_words(len(out[piece]), *self._next(use=0)) & _MASK, 2.0**-53, out=out[piece])
+        return torch.from_numpy(out)
 
     def seed(self) -> int:
         """63 bits, for generators that are no streams."""
         return int(_words(1, *self._next(use=3))[0]) & ((1 << 63) - 1)
 
     def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-        """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32.
+        """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32."""
+        out = np.empty(math.prod(shape))
 
-        Many of them are drawn in threads, as PyTorch has.
-        """
-        out, draw = _empty(math.prod(shape)), _single if narrow else _normals
-        blocks = _split(out, _BLOCK // 2)
-        starts = [self._next(use=1) for _ in blocks]  # in order, whichever thread comes to them
-        threads = min(torch.get_num_threads(), _THREADS, len(blocks) // _EACH)
-        if threads > 1:
-            with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
-                list(pool.map(draw, blocks, starts))
-        else:
-            for block, start in zip(blocks, starts, strict=True):
-                draw(block, start)
-        return out.view(tuple(shape))
+        def keep(piece: slice, normals: NDArray[np.float64]) -> None:
+            out[piece] = normals
+
+        self._draw(len(out), narrow, keep)
+        return torch.from_numpy(out).view(tuple(shape))
 
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
     ) -> list[Tensor]:
-        """(value + scale · z)/divisor for CUDA tensors: those on one device and of one format by one launch."""
-        out = list(values)
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        """(value + scale · z)/divisor, each value with its own scale and normals; those on CUDA are drawn there.
+
+        In float64, rounded once: to ``dtype``, or the value's own format. What can share a launch or a draw does.
+        """
+        kinds: dict[object, list[int]] = {}
         for i, value in enumerate(values):
-            kinds.setdefault((value.device, value.dtype), []).append(i)
+            kind = (value.device, value.dtype) if value.is_cuda else (dtype or value.dtype)
+            kinds.setdefault(kind, []).append(i)
+        out = list(values)
         for places in kinds.values():
-            key, nonce = self._next(use=2)
-            number = int.from_bytes(nonce[4:], "little")
             some, own = [values[i] for i in places], [scales[i] for i in places]
-            for i, value in zip(places, gpu_noise.noisy_all(some, own, key, number, divisor, dtype), strict=True):
+            if some[0].is_cuda:
+                key, nonce = self._next(use=2)
+                noisy = gpu_noise.noisy_all(some, own, key, int.from_bytes(nonce[4:], "little"), divisor, dtype)
+            else:
+                noisy = self._noisy_here(some, own, divisor, dtype or some[0].dtype)
+            for i, value in zip(places, noisy, strict=True):
                 out[i] = value
         return out
+
+    def _noisy_here(
+        self, values: Sequence[Tensor], scales: Sequence[float], divisor: float, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """On the CPU, all in a row and a block at a time: its normals are added while they lie in the cache."""
+        row = torch.cat([value.to("cpu").flatten() for value in values])
+        out = torch.empty_like(row, dtype=dtype)
+        sizes = [value.numel() for value in values]
+        ends = list(itertools.accumulate(sizes))
+
+        def add(piece: slice, normals: NDArray[np.float64]) -> None:
+            for scale, size, end in zip(scales, sizes, ends, strict=True):
+                if end - size < piece.stop and piece.start < end:
+                    normals[max(end - size - piece.start, 0) : end - piece.start] *= scale
+            # in halves, which are so short that PyTorch starts no threads of its own for them
+            halves = (each.chunk(2) for each in (row[piece], torch.from_numpy(normals), out[piece]))
+            for value, noise, noisy in zip(*halves, strict=True):
+                noise += value.double()
+                noisy.copy_(noise if divisor == 1 else noise.div_(divisor))
+
+        self._draw(len(row), dtype != torch.float64, add)
+        return [noisy.view(v.shape).to(v.device) for v, noisy in zip(values, out.split(sizes), strict=True)]
+
+    def _draw(self, count: int, narrow: bool, take: Callable[[slice, NDArray[np.float64]], None]) -> None:
+        """Give ``take`` so many standard normals, a block at a time with its place; many in threads, as PyTorch has."""
+        draw, pieces = _one_draw if narrow else _two_draws, list(_pieces(count, _BLOCK // 2))
+        starts = [self._next(use=1) for _ in pieces]  # in order, whichever thread comes to them
+
+        def one(piece: slice, start: tuple[bytes, bytes]) -> None:
+            take(piece, draw(piece.stop - piece.start, start))
+
+        threads = min(torch.get_num_threads(), _THREADS, len(pieces) // _EACH)
+        if threads > 1:
+            with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
+                list(pool.map(one, pieces, starts))
+        else:
+            for piece, start in zip(pieces, starts, strict=True):
+                one(piece, start)
 
 
 class SecureStream(_ChaCha20):
