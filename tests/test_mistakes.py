@@ -40,6 +40,36 @@ def test_an_optimizer_that_cannot_make_private_steps_is_said_before_anything_is_
         cw.make_private(model, optimizer(model.parameters()), (X, Y), **PLAN)
 
 
+@pytest.mark.parametrize("real", [True, False])
+def test_a_complex_parameter_is_told_how_to_be_real_which_works(real: bool) -> None:
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            start = torch.randn(X.shape[1] // 2 + 1, dtype=torch.complex64)
+            self.gain = nn.Parameter(torch.view_as_real(start).clone() if real else start)
+            self.last = nn.Linear(X.shape[1], 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gain = torch.view_as_complex(self.gain) if real else self.gain
+            return self.last(torch.fft.irfft(torch.fft.rfft(x) * gain, n=X.shape[1]))
+
+    model = Spectrum()
+    step = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make() -> cw.Private:
+        return cw.make_private(model, step, (X, Y), noise_multiplier=1.0, steps=1, batch=8, delta=1e-3)
+
+    if not real:
+        with pytest.raises(
+            InputError, match=r"gain must be real, .* write torch.view_as_complex\(…\) of it in forward"
+        ):
+            make()
+        return
+    private = make()
+    for batch in private.batches():
+        private.step(batch)
+
+
 def test_arguments_in_the_wrong_places_are_named() -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=r"expected a model first, an nn\.Module, got tuple"):

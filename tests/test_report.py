@@ -721,14 +721,18 @@ def test_json_lines_are_the_measurements_and_the_result_last(
 @pytest.mark.parametrize(
     ("room", "said"),
     [
-        (99, "ε 1.50, clipped 25%, loss 0.5, accuracy 80.0%"),
-        (30, "ε 1.50, clipped 25%, loss 0.5"),
+        (99, "ε 1.500, clipped 25%, loss 0.5, accuracy 80.0%"),
+        (30, "ε 1.500, clipped 25%, loss 0.5"),
         (5, ""),
-        (9, "ε 1.50"),
+        (9, "ε 1.500"),
     ],
 )
 def test_where_a_terminal_is_narrow_the_least_important_goes_first(room: int, said: str) -> None:
     assert _measured({"epsilon": 1.5, "clipped": 0.25, "loss": 0.5, "accuracy": 0.8}, room) == said
+
+
+def test_no_text_rounds_an_epsilon_down() -> None:
+    assert _measured({"epsilon": 2.00401, "loss": 0.5, "accuracy": 0.8}, 9) == "ε 2.005"
 
 
 def test_before_the_first_measurement_only_the_clipped_share_is_known() -> None:

@@ -750,6 +750,8 @@ def test_the_report_says_epsilon_delta_method_and_what_to_cite() -> None:
     ):
         assert expected in run.report
     assert run.metrics[-1]["epsilon"] == run.epsilon
+    measured = {"step": 6, "epsilon": 2.00041, "loss": 0.50041}
+    assert "measured: step 6, epsilon 2.001, loss 0.5004\n" in replace(run, metrics=(measured,)).report
 
 
 def test_the_report_cites_the_papers_of_all_that_a_method_is_made_of() -> None:

@@ -19,6 +19,8 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_coll
 import clipwise as cw
 from clipwise.cli.runs import network, splits_for
 from clipwise.config import TrainConfig
+from clipwise.data import as_dataset
+from clipwise.data.copies import warn_of_numbers
 from clipwise.report import read
 from clipwise.types import InputError, Refused
 
@@ -422,3 +424,78 @@ def shaken(index: int) -> Tensor:
 def test_a_data_set_that_repeats_its_samples_is_warned_of(which: Any, make: Any) -> None:
     with pytest.warns(UserWarning, match="is sample 0 again"):
         private_for(nn.Linear(8, 3), Made(ROWS, lambda i: make(which(i))))
+
+
+# --------------------------------------------------------------------- rows that are not where a run looks for them
+
+
+class Centres(nn.Module):
+    """Distances to rows that it holds, as a parameter or a buffer, and a layer of them."""
+
+    def __init__(self, rows: Tensor, trained: bool) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(rows.clone()) if trained else nn.Buffer(rows.clone())
+        self.last = nn.Linear(len(rows), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.exp(-((x[:, None] - self.rows) ** 2).mean(2)))
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["centres", "bank"])
+def test_a_model_that_holds_private_samples_is_refused(trained: bool) -> None:
+    """A learning rate of 1e-9 would have left them as they are, to be read off the weights."""
+    data = (WIDE, torch.arange(30) % 3)
+    with pytest.raises(Refused, match="rows of the model holds the private sample 4, number for number"):
+        private_for(Centres(WIDE[4:9], trained), data, batch=10)
+    private_for(Centres(torch.randn(5, 8), trained), data, batch=10)
+
+
+def test_weights_that_are_rows_of_the_data_by_chance_pass() -> None:
+    model = nn.Linear(8, 3)
+    nn.init.eye_(model.weight)  # and samples that are categories, one-hot
+    private_for(model, (torch.eye(8)[torch.arange(ROWS) % 8], Y))
+
+
+class Nodes(nn.Module):
+    """A node's class from its own row and its neighbours', which the model holds: the samples are numbers of nodes."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__()
+        rows = torch.cat([1 + X[:-1].abs(), torch.full((1, 6), -1e4)])[:nodes]  # the last is unlike all others
+        self.mixed = nn.Buffer(rows + rows.mean(0))
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, node: Tensor) -> Tensor:
+        return self.last(self.mixed[node.flatten()])
+
+
+def test_one_node_less_moves_a_graph_s_sum_by_many_bounds_so_that_numbers_as_samples_are_warned_of() -> None:
+    def summed(nodes: int) -> Tensor:
+        model = Nodes(nodes)
+        nn.init.zeros_(model.last.weight)
+        settings = {"noise_multiplier": 1e-9, "steps": 1, "batch": nodes, "noise": 1, "delta": 1e-3}
+        step = torch.optim.SGD(model.parameters(), lr=float(nodes))
+        with pytest.warns(UserWarning, match="the samples are only their own numbers, 0 to"):
+            private = cw.make_private(model, step, (torch.arange(nodes), 0 * Y[:nodes]), **settings)
+        for batch in private.batches():
+            private.step(batch)
+        return model.last.weight.detach()
+
+    assert (summed(ROWS) - summed(ROWS - 1)).norm() > 100  # expected at most 1
+
+
+@pytest.mark.parametrize("data", [range(ROWS), torch.arange(ROWS)[:, None], TensorDataset(torch.arange(ROWS), Y)])
+def test_numbers_as_samples_are_warned_of_however_they_come(data: Any) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nodes = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return nn.functional.cross_entropy(model(nodes), Y[nodes.flatten()], reduction="none")
+
+    with pytest.warns(UserWarning, match="the samples are only their own numbers"):
+        private_for(Nodes(ROWS), data, loss=loss)
+
+
+@pytest.mark.parametrize("data", [(torch.arange(ROWS), X, Y), (Y, Y), (torch.randperm(ROWS) + ROWS, Y)])
+def test_numbers_beside_rows_and_other_whole_numbers_are_not_warned_of(data: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warn_of_numbers(as_dataset(data))

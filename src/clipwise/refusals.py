@@ -137,6 +137,12 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping
     lazy = [name for name, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise InputError(f"{lazy[0]} has no shape yet: send one batch through the model before, model(x[:2])")
+    imaginary = [name for name, p in parameters.items() if p.is_complex()]
+    if imaginary:
+        raise InputError(
+            f"{imaginary[0]} must be real, since norms and noise are of real numbers, got a complex parameter: keep "
+            "its parts, nn.Parameter(torch.view_as_real(…)), and write torch.view_as_complex(…) of it in forward"
+        )
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"expected one optimizer of torch's, got {type(optimizer).__name__}: write "

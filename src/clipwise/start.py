@@ -22,7 +22,7 @@ from clipwise.accounting.calibration import least_noise
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
-from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies
+from clipwise.data.copies import refuse_kept, refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -114,7 +114,9 @@ def make_private(
     warn_of_copies(dataset)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, lambda: seeded(0))
+        warn_of_numbers(dataset)
     _check_public(public, chosen, dataset)
+    refuse_kept(model, dataset)
     _check_recall(chosen, batch, rows)
     if views is not None and not callable(views):
         raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")

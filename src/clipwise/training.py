@@ -57,7 +57,10 @@ class Run:
     @property
     def report(self) -> str:
         """Privacy, last measurements and what to cite, as text."""
-        last = ", ".join(f"{key} {value:.4g}" for key, value in (self.metrics[-1] if self.metrics else {}).items())
+        last = ", ".join(
+            f"{key} {rounded_up(value) if key == 'epsilon' else f'{value:.4g}'}"
+            for key, value in (self.metrics[-1] if self.metrics else {}).items()
+        )
         where = f"\nwritten to {self.folder}" if self.folder else ""
         return f"{self.statement.text()}measured: {last or 'nothing'}{where}\n\n{self.citation}"
 

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from clipwise.cli import show
-from clipwise.plain import as_json
+from clipwise.plain import as_json, rounded_up
 
 
 class Bar:
@@ -88,7 +88,7 @@ class Bar:
 
 def _measured(row: Mapping[str, float], room: int) -> str:
     """What was seen last, as much of it as there is room for; only the clipped share is known from the beginning."""
-    parts = [f"ε {row['epsilon']:.2f}"] if "epsilon" in row else []
+    parts = [f"ε {rounded_up(row['epsilon'])}"] if "epsilon" in row else []
     parts += [f"clipped {row['clipped']:.0%}"] if "clipped" in row else []
     parts += [f"loss {row['loss']:.3g}", " ".join(quality(row))] if "epsilon" in row else []
     while parts and len(", ".join(parts)) > room:

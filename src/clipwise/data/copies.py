@@ -1,7 +1,7 @@
-"""Rows that are there twice: among the data, or among public inputs.
+"""Rows that are there twice: among the data, among public inputs or in the model; and rows that are elsewhere.
 
 Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
-Gives: warn_of_copies, refuse_shared, refuse_private.
+Gives: warn_of_copies, warn_of_numbers, refuse_shared, refuse_private, refuse_kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipwise.data.datasets import SHARED, Arrays, RowDataset, Samples, labelled
 from clipwise.types import Refused
@@ -30,7 +30,7 @@ def warn_of_copies(data: RowDataset) -> None:
     for _, rows in _inputs(data, MOST):
         if not rows.is_floating_point() or rows[0].numel() < TELLING:
             return
-        for row in rows.detach().float().flatten(1).cpu().numpy():
+        for row in _rows(rows):
             key = hash(row.tobytes())
             copies += key in known and _telling(row)
             known.add(key)
@@ -73,6 +73,30 @@ def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
             return
 
 
+def warn_of_numbers(data: RowDataset) -> None:
+    """Warn of samples that are their own numbers: what these stand for is read where no test can change it."""
+    places = {0, 1, len(data) // 2, len(data) - 1}
+    if len(places) < 3 or not all(_is_number(data, place) for place in sorted(places)):
+        return
+    warnings.warn(
+        f"the samples are only their own numbers, 0 to {len(data) - 1}: what the model or the loss looks up by them is "
+        "not seen by the self-test, and ε holds only if sample i's loss is made of row i alone; a graph's node, say, "
+        "reads its neighbours' rows too; write the rows themselves, data=(x, y)",
+        stacklevel=4,
+    )
+
+
+def _is_number(data: RowDataset, index: int) -> bool:
+    """Whether a sample is its own number, alone or with one number more, such as a label."""
+    item = data.dataset[index] if isinstance(data, Samples) else data.rows(torch.tensor([index]))
+    columns = [column for _, column in labelled(item)]
+    if len(columns) > 2 or not all(isinstance(column, (int, float, np.generic, Tensor)) for column in columns):
+        return False
+    first, *others = map(torch.as_tensor, columns)
+    whole = not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
+    return whole and all(column.numel() == 1 for column in (first, *others)) and int(first) == index
+
+
 def _telling(row: np.ndarray[Any, Any]) -> bool:
     return len(np.unique(row[np.modf(row)[0] != 0])) >= TELLING
 
@@ -110,6 +134,28 @@ def refuse_private(public: Tensor, data: RowDataset) -> None:
                 f"public inputs must be public, got the private sample {found} among them: it would be normalised with "
                 "other samples, and is kept with the model; give inputs of other data"
             )
+
+
+def refuse_kept(model: nn.Module, data: RowDataset) -> None:
+    """Refuse a model that holds private samples before its first step, as centres or a bank: they leave with it."""
+    _, first = next(_inputs(data, 1), (0, torch.zeros(1, 0)))
+    size = first[0].numel() if first.is_floating_point() else 0
+    held = [*model.named_parameters(), *model.named_buffers()]
+    like = [(name, v) for name, v in held if v.is_floating_point() and v.dim() > 1 and v[:1].numel() == size >= TELLING]
+    known = {hash(row.tobytes()): name for name, value in like for row in _rows(value)}
+    for start, rows in _inputs(data, MOST) if known else ():
+        for i, row in enumerate(_rows(rows), start):
+            name = known.get(hash(row.tobytes()))
+            if name is not None and _telling(row):
+                raise Refused(
+                    f"{name} of the model holds the private sample {i}, number for number, which its weights would "
+                    "give away whatever ε is: take centres, prototypes or a bank from public data, or begin at random"
+                )
+
+
+def _rows(values: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = values.detach().float().flatten(1).cpu().numpy()
+    return found
 
 
 def _inputs(data: RowDataset, most: int) -> Iterator[tuple[int, Tensor]]:
