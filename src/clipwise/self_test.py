@@ -29,13 +29,13 @@ from clipwise.records.checks import (
     OWN_SEED,
     alone_as_together,
     culprit,
+    exchanged,
     in_half,
     limits,
     losses_of,
     moved_weights,
     refuse_remembered,
     self_test,
-    shifted,
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
@@ -249,7 +249,7 @@ def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
     if not rows.dim():
         return rows
     other = rows.clone()
-    other[index] = shifted(rows.roll(1, 0)[index])
+    other[index] = exchanged(rows)[index]
     return other
 
 
