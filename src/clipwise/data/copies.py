@@ -114,6 +114,6 @@ def refuse_private(public: Tensor, data: RowDataset) -> None:
 
 def _inputs(data: RowDataset, most: int) -> Iterator[tuple[int, Tensor]]:
     """The first tensor of a data set's rows, a few at a time, with the number of the first."""
-    for some in torch.arange(min(most, len(data))).split(AT_ONCE) if isinstance(data, Arrays) else ():
+    for some in torch.arange(min(most, len(data)), device="cpu").split(AT_ONCE) if isinstance(data, Arrays) else ():
         _, first = next(iter(labelled(data.rows(some))))
         yield int(some[0]), first

@@ -174,7 +174,7 @@ def alone_as_together(
             return gradients(places), generators() != before
 
     with restored(model), still(model), forbidden():
-        places = torch.arange(samples)
+        places = torch.arange(samples, device="cpu")
         together, drew = own(places)
         if drew:
             model.eval()
