@@ -21,7 +21,7 @@ from cases import CASES, SAMPLES, Largest, Parts, integers, loss, normal, off
 from clipwise.records import Capture, SampleGradients, displacement, from_dense, oracle, swapped, trainable
 from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
-from clipwise.records.kinds import Convolution, Dense, Outer
+from clipwise.records.kinds import Convolution, Dense, Geometry, Outer
 from clipwise.records.layers import convolutions, products
 from clipwise.records.tape import tensors
 from clipwise.types import Gradient, InputError
@@ -439,6 +439,18 @@ def test_a_convolutions_large_weights_are_neither_kept_nor_all_written_at_once(m
         found = displaced(capture, batch, along, RADIUS)
     assert off(found.materialise(), expected.materialise()) < 1e-9
     assert largest.numel < written <= before.numel
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.float32, True), (torch.float16, False)])
+def test_a_convolutions_direction_is_kept_where_it_takes_no_more_memory_than_its_record(
+    dtype: torch.dtype, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float16 it is written in float32, and as many numbers take twice as much."""
+    monkeypatch.setattr(displacement, "apart", lambda record: isinstance(record, Convolution))
+    geometry = Geometry(torch.Size([4, 3, 3, 3]), (1, 1), (0, 0), (1, 1), 1)  # 108 numbers
+    record = Convolution(torch.ones(2, 3, 6, 6, dtype=dtype), torch.ones(2, 4, 4, 4, dtype=dtype), geometry)  # 172
+    (found,) = displacement.ready((record,))
+    assert isinstance(found, Dense if kept else Convolution)
 
 
 @pytest.mark.parametrize(("kept", "times"), [(displacement.KEPT, 2), (0, 3)])

@@ -18,8 +18,10 @@ from clipwise.methods import flat, normalised
 from clipwise.records import Capture, oracle, trainable
 from clipwise.records.checks import self_test
 from clipwise.records.compiled import CompiledCapture
+from clipwise.records.extremes import refuse_extremes
 from clipwise.records.kinds import Convolution, Geometry, Outer
 from clipwise.step import GPU_MARGIN, MARGIN, private_sum, weigh
+from clipwise.types import Refused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 N = 6
@@ -335,3 +337,42 @@ def test_a_run_is_begun_without_moving_the_device_s_generator() -> None:
         model, torch.optim.SGD(model.parameters()), data, noise_multiplier=1.0, steps=1, batch=4, delta=0.1
     )
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("fractions", [False, True], ids=["labels of 0 and 1", "fractions"])
+def test_the_self_test_gives_no_kernel_a_number_that_it_does_not_take(fractions: bool) -> None:
+    """Such a kernel would end the process: nothing could be computed on the device any more."""
+    model, x = nn.Linear(6, 1).to("cuda"), torch.randn(60, 6)
+    y = torch.sigmoid(x[:, :1]) if fractions else (x[:, :1] > 0).float()
+
+    def shares(model: nn.Module, batch: Any) -> Tensor:
+        return F.binary_cross_entropy(torch.sigmoid(model(batch[0])), batch[1], reduction="none").mean(1)
+
+    private = clipwise.make_private(
+        model, torch.optim.SGD(model.parameters()), (x, y), loss=shares, noise_multiplier=1.0, steps=1, batch=20
+    )
+    for batch in private.batches():
+        private.step(batch)
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_one_sample_of_extreme_values_is_looked_at_on_the_processor() -> None:
+    seen = set[str]()
+
+    def below_the_largest(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0])
+        seen.add(logits.device.type)
+        logits = logits - logits.max()
+        return logits.exp().sum(1).log() - logits.gather(1, batch[1][:, None]).squeeze(1)
+
+    model, rows = nn.Linear(6, 3).to("cuda"), (torch.randn(4, 6, device="cuda"), torch.arange(4, device="cuda") % 3)
+    with pytest.raises(Refused, match="very large values"):
+        refuse_extremes(model, below_the_largest, rows)
+    assert seen == {"cpu"} and all(p.is_cuda for p in model.parameters())
+
+
+def test_a_run_may_be_made_with_cuda_as_the_default_device() -> None:
+    with torch.device("cuda"):
+        model, x, y = nn.Linear(6, 3), torch.randn(60, 6), torch.arange(60) % 3
+        run = clipwise.train(model, loss, (x, y), noise_multiplier=1.0, steps=2, batch=20, delta=1e-3)
+    assert run.statement.releases == 2 and all(p.is_cuda for p in model.parameters())

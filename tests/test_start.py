@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
 import clipwise as cw
 from clipwise import refusals, start
@@ -168,3 +169,18 @@ def test_train_hands_on_every_option_of_make_private_by_the_same_type() -> None:
     own = {"model", "optimizer", "data", "loss", "ledger"}
     taken = {n: p.annotation for n, p in inspect.signature(cw.make_private).parameters.items() if n not in own}
     assert {name: kind.__forward_arg__ for name, kind in start.Privacy.__annotations__.items()} == taken
+
+
+@pytest.mark.parametrize(
+    "method", ["flat", "adaptive", "p_average", "bam", "self_augmentation(augment='flip')", "dice"]
+)
+@pytest.mark.parametrize("tensors", [True, False], ids=["tensors", "samples"])
+def test_a_default_device_may_be_another_than_the_model_s(method: str, tensors: bool) -> None:
+    """As with torch.set_default_device("cuda"): what the library counts and draws for itself is on the processor."""
+    model = net()
+    data: Any = (X, Y) if tensors else Subset(list(zip(X, Y, strict=True)), range(40))  # type: ignore[arg-type]
+    with torch.device("meta"):  # whatever is computed with one of its tensors is an error
+        private = begun(model, data, method=method)
+        for batch in private.batches():
+            private.step(batch)
+    assert private.steps_taken == 2 and all(bool(p.isfinite().all()) for p in model.parameters())

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
@@ -286,17 +287,49 @@ def test_a_model_that_looks_up_categories_among_fractions_passes(shaken: bool) -
     private_for(Categories(), (torch.cat([Y.flip(0)[:, None].float(), X[:, 1:]], 1), Y), loss=loss)
 
 
-def test_on_a_gpu_no_whole_number_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that is out of range ends the process there."""
-    x, seen = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), list[Any]()
+@pytest.mark.parametrize("shift", [torch.max, lambda z: z.max(1, keepdim=True).values], ids=["of all", "of each"])
+def test_on_a_gpu_a_copy_on_the_processor_is_shown_extremes(shift: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that a kernel does not take, such as an index out of range, ends the process there."""
+    model, shown = nn.Linear(6, 3), list[nn.Module]()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        seen.append(batch[0].tolist())
-        return cw.cross_entropy(model, batch)
+        shown.append(model)
+        return softmax_below(shift)(model, batch)
 
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: not isinstance(tensor, nn.Parameter)))
-    refuse_extremes(nn.Linear(2, 3), loss, (x, Y[:2]))
-    assert seen == [x.tolist()] * 2
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: tensor is model.weight))
+    with pytest.raises(Refused, match="very large values") if shift is torch.max else nullcontext():
+        refuse_extremes(model, loss, (X[:4], Y[:4]))
+    assert shown and model not in shown
+
+
+def test_a_loss_that_needs_the_gpu_is_not_shown_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(6, 3)
+
+    def loss(own: nn.Module, batch: Any) -> Tensor:
+        if own is not model:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return cw.cross_entropy(own, batch)
+
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: tensor is model.weight))
+    refuse_extremes(model, loss, (X[:4], Y[:4]))
+
+
+def _cross_entropy_of_shares(model: nn.Module, batch: Any) -> Tensor:
+    x, y = batch
+    return F.binary_cross_entropy(torch.sigmoid(model(x)), y, reduction="none").flatten(1).mean(1)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param(lambda x: (x > x.median()).float(), id="labels that are 0 or 1"),
+        pytest.param(lambda x: (x > x.max() - 1e-3).float(), id="of which nearly all are 0"),
+        pytest.param(torch.sigmoid, id="fractions"),
+    ],
+)
+def test_a_loss_that_takes_numbers_from_0_to_1_alone_passes(shares: Any) -> None:
+    """Other numbers raise an error, and on a GPU would end the process."""
+    private_for(nn.Linear(6, 1), (X, shares(X[:, :1])), loss=_cross_entropy_of_shares)
 
 
 # --------------------------------------------------------------------- one draw, two releases

@@ -20,7 +20,7 @@ import clipwise as cw
 from clipwise.cli.runs import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
-from clipwise.data.copies import warn_of_numbers
+from clipwise.data.copies import refuse_private, warn_of_numbers
 from clipwise.report import read
 from clipwise.types import InputError, Refused
 
@@ -301,6 +301,15 @@ def test_public_inputs_that_are_private_ones_are_refused(private: bool) -> None:
         return
     with pytest.raises(Refused, match="got the private sample 50 among them"):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_public_inputs_of_another_format_are_compared_in_it(dtype: torch.dtype) -> None:
+    public = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    refuse_private(public, as_dataset((X, Y)))
+    public[9] = X[50]
+    with pytest.raises(Refused, match="got the private sample 50 among them"):
+        refuse_private(public, as_dataset((X, Y)))
 
 
 def test_rows_of_one_s_own_file_that_are_taken_as_public_are_said_to_be_in_the_model_s_file(tmp_path: Path) -> None:

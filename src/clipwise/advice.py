@@ -123,9 +123,9 @@ def histogram(model: nn.Module, loss: Loss, data: RowDataset, chunk: int = 256) 
 
     A sample is in one bin at most, so that adding or removing it moves one count by one: sensitivity 1.
     """
-    total = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
-    edges, device = torch.tensor(EDGES, dtype=torch.float64), device_of(model)
-    for rows in chunks(torch.arange(len(data)), chunk):
+    total = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device="cpu")
+    edges, device = torch.tensor(EDGES, dtype=torch.float64, device="cpu"), device_of(model)
+    for rows in chunks(torch.arange(len(data), device="cpu"), chunk):
         batch = mapped(data.rows(rows), lambda t: t.to(device))
         norms = per_sample(model, loss, batch).norms().flatten().double().cpu()
         total += torch.bincount(torch.bucketize(norms[norms.isfinite()], edges), minlength=len(total)).double()

@@ -95,8 +95,8 @@ class Passes:
             return
         with unmoved(self.model):
             fit = largest_chunk(
-                lambda some: method.gradients(self.engine(torch.arange(batch_size(some)), 0), some),
-                self.rows(torch.arange(min(32, len(self.data)))),
+                lambda some: method.gradients(self.engine(torch.arange(batch_size(some), device="cpu"), 0), some),
+                self.rows(torch.arange(min(32, len(self.data)), device="cpu")),
                 most=self._largest_batch,
                 # every past iterate's records are kept beside the others; there are none yet to measure
                 room=free_bytes(self.device) // (1 + method.past),

@@ -133,7 +133,8 @@ class Private:
         self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
-        self._indices = torch.zeros(0, dtype=torch.long)  # of the batch that was drawn, where nobody can change them
+        # of the batch that was drawn, where nobody can change them
+        self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
         self._stepping, self._earlier = False, earlier
         self._turn = threading.Lock()
@@ -392,7 +393,7 @@ class Private:
         if plan is None or plan.groups == 1:
             return poisson(len(self.data), self.sampling_rate, stream)
         # samples belong to groups by their own number, whoever else is there
-        group = torch.arange(self._place(plan), len(self.data), plan.groups)
+        group = torch.arange(self._place(plan), len(self.data), plan.groups, device="cpu")
         return group[poisson(len(group), plan.step_rate, stream)] if len(group) else group
 
     def _place(self, plan: DicePlan) -> int:

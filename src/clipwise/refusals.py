@@ -62,7 +62,7 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
     own = next(iter(trainable(model).values()))
     with restored(model), torch.enable_grad():  # as in training
         with stacked():
-            rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
+            rows = mapped(data.rows(torch.arange(min(2, len(data)), device="cpu")), lambda t: t.to(own.device))
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:

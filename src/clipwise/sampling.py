@@ -50,7 +50,7 @@ def units(indices: Tensor, count: int, most: int, stream: Stream) -> Iterator[tu
     False. *Edge cases.* An empty draw gives one empty piece; units that nobody joined are left out.
     """
     if not len(indices):
-        yield indices.reshape(0, 1), torch.zeros(0, 1, dtype=torch.bool)
+        yield indices.reshape(0, 1), indices.new_zeros(0, 1, dtype=torch.bool)
         return
     tags = (stream.uniform(len(indices)) * max(1, count)).long()
     sizes = tags.unique(return_counts=True)[1].tolist()
@@ -65,7 +65,8 @@ def units(indices: Tensor, count: int, most: int, stream: Stream) -> Iterator[tu
 
 
 def _padded(groups: list[Tensor]) -> tuple[Tensor, Tensor]:
-    keep = torch.arange(len(groups[0])) < torch.tensor([len(group) for group in groups])[:, None]
+    sizes = groups[0].new_tensor([len(group) for group in groups])
+    keep = torch.arange(len(groups[0]), device=sizes.device) < sizes[:, None]
     padded = torch.stack([group[:1] for group in groups]).repeat(1, len(groups[0]))
     padded[keep] = torch.cat(groups)
     return padded, keep

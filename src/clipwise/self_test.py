@@ -29,13 +29,13 @@ from clipwise.records.checks import (
     OWN_SEED,
     alone_as_together,
     culprit,
+    exchanged,
     in_half,
     limits,
     losses_of,
     moved_weights,
     refuse_remembered,
     self_test,
-    shifted,
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
@@ -55,18 +55,18 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     """Test the model with the rows that the method gives it: with views or public companions, say."""
     samples = len(passes.data)
     # far apart: neighbours may be alike, and then changing one into another would change nothing
-    few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64).round().long()
+    few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64, device="cpu").round().long()
     loss = passes.capture.loss
     capture = Capture(passes.model, loss)
-    draw = torch.Generator()
+    draw = torch.Generator("cpu")
     draw.seed()  # other places each time
 
     def drawn(count: int) -> Tensor:
-        return torch.randperm(samples, generator=draw)[:count].sort().values
+        return torch.randperm(samples, generator=draw, device="cpu")[:count].sort().values
 
     size = min(samples, passes.most(method))
     reading = _reading(passes, drawn(max(size, READ)))
-    rows, each = _read(passes, few, torch.arange(len(few)).split(1), reading)
+    rows, each = _read(passes, few, torch.arange(len(few), device="cpu").split(1), reading)
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
     refuse_extremes(passes.model, loss, shown)
@@ -78,7 +78,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     alone_as_together(passes.model, gradients, len(few), partial(_terms, method))
     half, look = in_half(capture(shown)), 0
     while look < LOOKS and size > 1:
-        order = torch.randperm(size, generator=draw)
+        order = torch.randperm(size, generator=draw, device="cpu")
         try:
             _look(passes, method, drawn(size), order, reading, half=half)
             look += 1
@@ -127,9 +127,9 @@ def _look(
     whole = _shown(passes, method, places, rows)
     each = [_shown(passes, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
     count = batch_size(whole) // samples  # rows of each sample, which follow each other
-    everything = torch.arange(count * samples)
-    inside = [(count * piece[:, None] + torch.arange(count)).flatten() for piece in pieces]
-    weights = torch.linspace(0.5, 1.5, count * samples)[torch.randperm(count * samples)]
+    everything = torch.arange(count * samples, device="cpu")
+    inside = [(count * piece[:, None] + torch.arange(count, device="cpu")).flatten() for piece in pieces]
+    weights = torch.linspace(0.5, 1.5, count * samples, device="cpu")[torch.randperm(count * samples, device="cpu")]
 
     def computed(some: Batch, index: Tensor) -> _Pass:
         return _computed(model, loss, some, weights[index])
@@ -223,9 +223,9 @@ def _length(gradient: Sequence[Tensor]) -> float:
 
 def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, count: int, some: Tensor) -> None:
     """For a model that draws at random: other values for half of the samples, the same draws for the others."""
-    index = (count * some[:, None] + torch.arange(count)).flatten()
+    index = (count * some[:, None] + torch.arange(count, device="cpu")).flatten()
     changed = mapped(rows, lambda t: _exchanged(t, index.to(t.device)))
-    others = torch.ones(batch_size(rows), dtype=torch.bool)
+    others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[index] = False
     for seed in range(SEEDS):
         (before, drawn), (after, drawn_then) = (_drawn(model, loss, b, seed) for b in (rows, changed))
@@ -249,7 +249,7 @@ def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
     if not rows.dim():
         return rows
     other = rows.clone()
-    other[index] = shifted(rows.roll(1, 0)[index])
+    other[index] = exchanged(rows)[index]
     return other
 
 
@@ -281,7 +281,7 @@ Reading = Literal["again", "collated", "cut"]
 
 def _reading(passes: Passes, samples: Tensor) -> Reading:
     """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
-    data, everything = passes.data, torch.arange(len(samples))
+    data, everything = passes.data, torch.arange(len(samples), device="cpu")
     if isinstance(data, Samples) and not _twice(lambda: passes.rows(samples[:READ]))[0]:
         raise Refused(
             "the same samples came out differently when they were read again, with every generator at the same seed: "
@@ -313,7 +313,7 @@ def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Rea
     data = passes.data
     if reading == "collated" and isinstance(data, Samples):
         items = [data.dataset[index] for index in places.tolist()]
-        whole = _collated(passes, items, torch.arange(len(places)))
+        whole = _collated(passes, items, torch.arange(len(places), device="cpu"))
         return whole, [_collated(passes, items, piece) for piece in pieces]
     whole = passes.rows(places)
     if reading == "again":
@@ -360,7 +360,7 @@ def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[A
     for place, item in enumerate(items):  # a sample of another length may shift all that is drawn
         alike.setdefault(_form(item), []).append(place)
     for seed in range(SEEDS):
-        some, others = torch.randperm(len(items)).tensor_split(2)
+        some, others = torch.randperm(len(items), device="cpu").tensor_split(2)
         changed, exchanged = list(items), set(some.tolist())
         for group in alike.values():  # one sample in all their places: merely permuted, they would have the same mean
             for place in exchanged.intersection(group):

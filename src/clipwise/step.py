@@ -88,7 +88,7 @@ def private_sum(
     moves = method.moves
     parts = [Part({name: total[name] for name in block.names}, moves * block.bound, block.share) for block in blocks]
     if method.count is not None:
-        of = {"count": torch.tensor(count, dtype=torch.float64)}
+        of = {"count": torch.tensor(count, dtype=torch.float64, device="cpu")}
         parts.append(Part(of, moves * 0.5, method.count.share, is_count=True))
     return PrivateSum(tuple(parts), residual=residual), Observed(samples, tuple(lost))
 

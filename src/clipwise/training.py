@@ -212,7 +212,7 @@ class _Loop:
             return
         private = self.private
         # not the compiled graph, whose gradients its next call overwrites
-        engine = replace(private.engine(torch.arange(batch_size(self.monitor.rows)), 0), fast=None)
+        engine = replace(private.engine(torch.arange(batch_size(self.monitor.rows), device="cpu"), 0), fast=None)
         found = self.monitor.look(
             engine,
             private.method,

@@ -125,9 +125,9 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 def refuse_private(public: Tensor, data: RowDataset) -> None:
     """Refuse public inputs that are private ones: they go beside every other sample, and into the model's file."""
     # one of a single number, such as a blank picture, is nobody's
-    known = {row.tobytes() for row in public.detach().cpu().flatten(1).numpy() if (row != row[:1]).any()}
+    known = {row.tobytes() for row in public.detach().cpu().double().flatten(1).numpy() if (row != row[:1]).any()}
     for start, rows in _inputs(data, len(data)):
-        own = rows.to("cpu", public.dtype).flatten(1).numpy()
+        own = rows.to("cpu", public.dtype).double().flatten(1).numpy()  # NumPy knows no bfloat16
         found = next((i for i, row in enumerate(own, start) if row.tobytes() in known), None)
         if found is not None:
             raise Refused(
@@ -160,6 +160,6 @@ def _rows(values: Tensor) -> np.ndarray[Any, Any]:
 
 def _inputs(data: RowDataset, most: int) -> Iterator[tuple[int, Tensor]]:
     """The first tensor of a data set's rows, a few at a time, with the number of the first."""
-    for some in torch.arange(min(most, len(data))).split(AT_ONCE) if isinstance(data, Arrays) else ():
+    for some in torch.arange(min(most, len(data)), device="cpu").split(AT_ONCE) if isinstance(data, Arrays) else ():
         _, first = next(iter(labelled(data.rows(some))))
         yield int(some[0]), first

@@ -340,10 +340,10 @@ def _refuse_repeats(data: Dataset[Any]) -> None:
 def _origins(data: Any) -> Tensor:
     """Where each row comes from, through subsets and concatenations: [row, (data set, place in it, index)]."""
     if isinstance(data, Subset):
-        return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long)]
+        return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long, device="cpu")]
     if isinstance(data, ConcatDataset):
         return torch.cat([_origins(part) for part in data.datasets])
-    index = torch.arange(len(data))
+    index = torch.arange(len(data), device="cpu")
     source, place = id(data), index
     if type(data) is TensorDataset:  # several may be of the same tensors, or of parts of them
         first = data.tensors[0]

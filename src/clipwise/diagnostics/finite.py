@@ -79,7 +79,7 @@ def layers_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 def within(names: Sequence[Hashable], groups: Sequence[Sequence[Hashable]]) -> Tensor:
     """1 where a name belongs to a group, 0 elsewhere. [name, group]."""
     place = {name: i for i, name in enumerate(names)}
-    table = torch.zeros(len(names), len(groups), dtype=torch.float64)
+    table = torch.zeros(len(names), len(groups), dtype=torch.float64, device="cpu")
     for column, group in enumerate(groups):
         table[[place[name] for name in group], column] = 1
     return table

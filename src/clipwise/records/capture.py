@@ -164,7 +164,7 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
 
 def _taken(batch: Batch, samples: int, whole: bool) -> Batch:
     """So many rows: copies of the first, or all of them as often as it takes."""
-    index = torch.arange(samples) if whole else torch.zeros(samples, dtype=torch.long)
+    index = torch.arange(samples, device="cpu") if whole else torch.zeros(samples, dtype=torch.long, device="cpu")
     return mapped(batch, lambda t: t[(index % t.shape[0]).to(t.device)] if t.dim() else t)
 
 

@@ -174,7 +174,7 @@ def alone_as_together(
             return gradients(places), generators() != before
 
     with restored(model), still(model), forbidden():
-        places = torch.arange(samples)
+        places = torch.arange(samples, device="cpu")
         together, drew = own(places)
         if drew:
             model.eval()
@@ -271,7 +271,7 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
 
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
-    last, first = mapped(batch, _last_changed), mapped(batch, _first_changed)
+    last, first = _changed(batch, -1), _changed(batch, 0)
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
     for seed in range(SEEDS if draws(model, loss, batch) else 1):
         before, *after = (_losses(model, loss, b, seed) for b in (batch, last, first, batch))
@@ -291,7 +291,7 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Buffers and parameters after different batches: what differs holds private data without noise."""
     fewer = mapped(batch, lambda t: t[:-1] if t.dim() else t)
     after: list[dict[str, Tensor]] = []
-    for data in (batch, mapped(batch, _last_changed), mapped(batch, _first_changed), fewer):
+    for data in (batch, _changed(batch, -1), _changed(batch, 0), fewer):
         with restored(model), torch.enable_grad():
             seeded(0)
             loss(model, data)
@@ -312,32 +312,32 @@ def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str,
             )
 
 
-def _last_changed(rows: Tensor) -> Tensor:
-    return _changed(rows, -1, 0)
+def _changed(batch: Batch, place: int) -> Batch:
+    """The batch with other values for one sample: one more than they are, where all samples are alike."""
+
+    def changed(by: Callable[[Tensor], Tensor]) -> Batch:
+        return mapped(batch, lambda rows: _with_row(rows, place, by(rows)) if rows.dim() else rows)
+
+    other = changed(exchanged)
+    alike = all(map(torch.equal, tensors(batch), tensors(other)))
+    return changed(lambda rows: rows + 1 if rows.is_floating_point() else rows) if alike else other
 
 
-def _first_changed(rows: Tensor) -> Tensor:
-    return _changed(rows, 0, -1)
+def _with_row(rows: Tensor, place: int, other: Tensor) -> Tensor:
+    changed = rows.clone()
+    changed[place] = other[place]
+    return changed
 
 
-def _changed(rows: Tensor, place: int, by: int) -> Tensor:
-    """The rows with one of them replaced by another."""
-    if not rows.dim():
-        return rows
-    other = rows.clone()
-    other[place] = shifted(rows[by])
-    return other
+def exchanged(rows: Tensor) -> Tensor:
+    """Other values for every row, none beyond those at its places: others may be no probability, or no index.
 
-
-def shifted(rows: Tensor) -> Tensor:
-    """Other values: each one more, but for tokens, and for what ``stays``."""
-    return torch.where(stays(rows), rows, rows + 1) if rows.is_floating_point() else rows
-
-
-def stays(rows: Tensor) -> Tensor:
-    """Where whole numbers stand among fractions: they may be categories, and another number none."""
-    whole = rows % 1 == 0
-    return torch.zeros_like(whole) if bool(whole.all()) else whole
+    On CUDA a kernel that asserts what it is given would end the process.
+    """
+    if not rows.is_floating_point():
+        return rows.roll(1, 0)
+    low, high = rows.amin(0), rows.amax(0)
+    return (low + high - rows).clamp(low, high)  # else rounding may lead beyond them
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     records = tuple(widened(r) for r in records)
     if len(records) == 1 and apart(records[0]):
         (record,) = records
-        if isinstance(record, Convolution) and record.samples * record.geometry.shape.numel() <= KEPT * record.numel:
+        if isinstance(record, Convolution) and record.written_nbytes <= KEPT * record.nbytes:
             return (Dense(record.written().contiguous()),)
         return records
     outers = [r for r in records if isinstance(r, Outer) and r.a.shape[1] == 1]
@@ -139,7 +139,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     return (Dense(sum(dense[1:], dense[0])),)
 
 
-KEPT = 1  # times a convolution's record up to which v is written once, for both passes: it takes memory
+KEPT = 1  # times the memory of a convolution's record, up to which v is written once, for both passes
 
 
 def apart(record: Record) -> bool:

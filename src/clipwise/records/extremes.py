@@ -8,6 +8,7 @@ A maximum or a scale of the whole batch that cancels again leaves its rounding b
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
 from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, losses_of, stays
+from clipwise.records.checks import culprit, losses_of
 from clipwise.records.states import unmoved
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Refused
@@ -27,18 +28,25 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
     Edge cases: tokens stay as they are, and so do whole numbers among fractions, which may be categories. A model that
-    raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: no
-    whole number is changed there, and nothing is made NaN.
+    raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: there
+    a copy of the model is looked at on the processor, and a model or a loss that cannot be there is left alone.
     """
+    if not any(t.dim() and t.is_floating_point() for t in tensors(batch)):
+        return
+    if any(t.is_cuda for t in (*model.parameters(), *tensors(batch))):
+        try:
+            model, batch = copy.deepcopy(model).cpu(), mapped(batch, Tensor.cpu)
+            _losses(model, loss, batch)
+        except Exception:  # it needs the device, or cannot be copied
+            return
     _refuse(
         *(model, loss, batch, LARGE, "of very large values"),
         "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
     )
-    if not any(t.is_cuda for t in tensors(batch)):
-        _refuse(
-            *(model, loss, batch, math.nan, "that is not a number"),
-            "skip no batch for such a sample, which by itself adds nothing to a step",
-        )
+    _refuse(
+        *(model, loss, batch, math.nan, "that is not a number"),
+        "skip no batch for such a sample, which by itself adds nothing to a step",
+    )
 
 
 def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str, write: str) -> None:
@@ -60,7 +68,8 @@ def _last_times(rows: Tensor, factor: float) -> Tensor:
     if not rows.dim() or not rows.is_floating_point():
         return rows
     last = rows[-1:]
-    kept = last % 1 == 0 if rows.is_cuda else stays(last)
+    whole = last % 1 == 0
+    kept = whole & ~whole.all()  # whole numbers among fractions
     return torch.cat([rows[:-1], torch.where(kept, last, factor * (last + 1))])
 
 

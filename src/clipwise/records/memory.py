@@ -70,7 +70,7 @@ def repeated(rows: Batch, count: int) -> Batch:
     size = batch_size(rows)
     if size == 0:
         raise InputError("expected at least one row to measure memory with, got none")
-    index = torch.arange(count) % size
+    index = torch.arange(count, device="cpu") % size
     return mapped(rows, lambda t: t[index.to(t.device)] if isinstance(t, Tensor) and t.dim() else t)
 
 

@@ -59,9 +59,14 @@ class Convolution:
         return self.x.shape[0]
 
     @property
-    def numel(self) -> int:
-        """How many numbers the record holds."""
-        return self.x.numel() + self.b.numel()
+    def nbytes(self) -> int:
+        """What the record takes."""
+        return self.x.nbytes + self.b.nbytes
+
+    @property
+    def written_nbytes(self) -> int:
+        """What it would take ``written``."""
+        return self.samples * self.geometry.shape.numel() * self.formats[1].itemsize
 
     @property
     def probes(self) -> int:

@@ -83,7 +83,7 @@ def shaped(tensor: Tensor, factors: Tensor) -> Tensor:
 def masked(tensor: Tensor, keep: Tensor) -> Tensor:
     """The tensor where ``keep`` [sample], exact zeros elsewhere."""
     # where, not a product: 0 · inf is not 0
-    return torch.where(keep.reshape(-1, *(1,) * (tensor.dim() - 1)), tensor, torch.zeros((), dtype=tensor.dtype))
+    return torch.where(keep.reshape(-1, *(1,) * (tensor.dim() - 1)), tensor, 0.0)
 
 
 def flat(tensor: Tensor) -> Tensor:
