@@ -34,6 +34,7 @@ from clipwise.records.checks import (
     losses_of,
     moved_weights,
     refuse_remembered,
+    same_losses,
     self_test,
     shifted,
 )
@@ -231,7 +232,7 @@ def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, count: int, some: 
         (before, drawn), (after, drawn_then) = (_drawn(model, loss, b, seed) for b in (rows, changed))
         same = others.to(before.device)
         # where the draws follow the values they cannot be compared
-        if drawn == drawn_then and not torch.allclose(before[same], after[same], 1e-4, 1e-6, equal_nan=True):
+        if drawn == drawn_then and not same_losses(before[same], after[same]):
             name = culprit(model, loss, (rows, others), (changed, others), seed)
             raise Refused(
                 f"{name} mixes the samples of a batch: changing some samples changed others' losses; leave out what "

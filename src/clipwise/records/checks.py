@@ -82,7 +82,7 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
                 "in a step, dropout's masks too, can be foreseen, and one sample more moves what is drawn for every "
                 f"row behind it; {OWN_SEED}"
             )
-    if not bool(_losses(model, loss, batch).isfinite().any()):
+    if not bool(seeded_losses(model, loss, batch).isfinite().any()):
         raise InputError(
             f"no loss of {batch_size(batch)} samples is a finite number, so that steps would add noise alone: look at "
             "the data, the loss and the model's outputs"
@@ -255,7 +255,7 @@ def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) ->
 def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what gives one batch other losses the second time: nothing else could be compared."""
     rows = mapped(batch, torch.clone)
-    if torch.allclose(_losses(model, loss, rows), _losses(model, loss, rows), rtol=1e-4, atol=1e-6, equal_nan=True):
+    if same_losses(seeded_losses(model, loss, rows), seeded_losses(model, loss, rows)):
         return
     if not all(map(torch.equal, tensors(rows), tensors(batch))):
         raise Refused(
@@ -271,13 +271,13 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
 
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
-    last, first = mapped(batch, _last_changed), mapped(batch, _first_changed)
+    last, first = _ends_changed(batch)
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
     for seed in range(SEEDS if draws(model, loss, batch) else 1):
-        before, *after = (_losses(model, loss, b, seed) for b in (batch, last, first, batch))
+        before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
         kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
         for changed, losses, same in kinds:
-            if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+            if not same_losses(before[same], losses[same]):
                 name = culprit(model, loss, (batch, same), (changed, same), seed)
                 write = "replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
                 if name == "the loss":
@@ -291,7 +291,7 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Buffers and parameters after different batches: what differs holds private data without noise."""
     fewer = mapped(batch, lambda t: t[:-1] if t.dim() else t)
     after: list[dict[str, Tensor]] = []
-    for data in (batch, mapped(batch, _last_changed), mapped(batch, _first_changed), fewer):
+    for data in (batch, *_ends_changed(batch), fewer):
         with restored(model), torch.enable_grad():
             seeded(0)
             loss(model, data)
@@ -312,21 +312,17 @@ def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str,
             )
 
 
-def _last_changed(rows: Tensor) -> Tensor:
-    return _changed(rows, -1, 0)
+def _ends_changed(batch: Batch) -> tuple[Batch, Batch]:
+    """The batch with other values in its last sample, and with other values in its first."""
 
+    def changed(rows: Tensor, place: int, by: int) -> Tensor:
+        if not rows.dim():
+            return rows
+        other = rows.clone()
+        other[place] = shifted(rows[by])
+        return other
 
-def _first_changed(rows: Tensor) -> Tensor:
-    return _changed(rows, 0, -1)
-
-
-def _changed(rows: Tensor, place: int, by: int) -> Tensor:
-    """The rows with one of them replaced by another."""
-    if not rows.dim():
-        return rows
-    other = rows.clone()
-    other[place] = shifted(rows[by])
-    return other
+    return mapped(batch, lambda t: changed(t, -1, 0)), mapped(batch, lambda t: changed(t, 0, -1))
 
 
 def shifted(rows: Tensor) -> Tensor:
@@ -366,10 +362,16 @@ def losses_of(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
     return values
 
 
-def _losses(model: nn.Module, loss: Loss, batch: Batch, seed: int = 0) -> Tensor:
-    with unmoved(model), torch.enable_grad():  # as in training
+def seeded_losses(model: nn.Module, loss: Loss, batch: Batch, seed: int = 0) -> Tensor:
+    """The same with every generator at this seed, as in training; the model is left as it was."""
+    with unmoved(model), torch.enable_grad():
         seeded(seed)
         return losses_of(model, loss, batch).detach()
+
+
+def same_losses(one: Tensor, other: Tensor) -> bool:
+    """Whether two passes over the same rows gave the same losses, but for rounding."""
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 Some = tuple[Batch, Any]  # rows, and the index of those to look at
@@ -395,7 +397,7 @@ def culprit(model: nn.Module, loss: Loss, one: Some, other: Some, seed: int = 0,
         size = batch_size(rows)
         handles = [m.register_forward_hook(watch(name, size, index, into)) for name, m in model.named_modules()]
         try:
-            _losses(model, loss, rows, seed)
+            seeded_losses(model, loss, rows, seed)
         finally:
             for handle in handles:
                 handle.remove()

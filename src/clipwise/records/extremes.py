@@ -14,13 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
-from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, losses_of, stays
-from clipwise.records.states import unmoved
+from clipwise.records.checks import culprit, same_losses, seeded_losses, stays
 from clipwise.records.tape import mapped, tensors
 from clipwise.types import Batch, Refused
 
-LARGE = 2.0**20  # float32 keeps three bits after the point beside it
+# (a factor, what it makes of a sample, what to write instead)
+EXTREMES = (
+    (
+        2.0**20,  # float32 keeps three bits after the point beside it
+        "of very large values",
+        "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
+    ),
+    (
+        math.nan,
+        "that is not a number",
+        "skip no batch for such a sample, which by itself adds nothing to a step",
+    ),
+)
 
 
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
@@ -30,30 +40,19 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: no
     whole number is changed there, and nothing is made NaN.
     """
-    _refuse(
-        *(model, loss, batch, LARGE, "of very large values"),
-        "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
-    )
-    if not any(t.is_cuda for t in tensors(batch)):
-        _refuse(
-            *(model, loss, batch, math.nan, "that is not a number"),
-            "skip no batch for such a sample, which by itself adds nothing to a step",
-        )
-
-
-def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str, write: str) -> None:
-    changed = mapped(batch, lambda t: _last_times(t, factor))
-    before = _losses(model, loss, batch)
-    try:
-        after = _losses(model, loss, changed)
-    except Refused:
-        raise
-    except Exception:  # whatever a model says to values that it does not take
-        return
-    others = slice(-1)
-    if not torch.allclose(before[others], after[others], rtol=1e-4, atol=1e-6, equal_nan=True):
-        name = culprit(model, loss, (batch, others), (changed, others))
-        raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+    before, others = seeded_losses(model, loss, batch), slice(-1)
+    cuda = any(t.is_cuda for t in tensors(batch))
+    for factor, what, write in EXTREMES[:1] if cuda else EXTREMES:
+        changed = mapped(batch, lambda t, factor=factor: _last_times(t, factor))  # type: ignore[misc]
+        try:
+            after = seeded_losses(model, loss, changed)
+        except Refused:
+            raise
+        except Exception:  # whatever a model says to values that it does not take
+            continue
+        if not same_losses(before[others], after[others]):
+            name = culprit(model, loss, (batch, others), (changed, others))
+            raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
 
 
 def _last_times(rows: Tensor, factor: float) -> Tensor:
@@ -62,9 +61,3 @@ def _last_times(rows: Tensor, factor: float) -> Tensor:
     last = rows[-1:]
     kept = last % 1 == 0 if rows.is_cuda else stays(last)
     return torch.cat([rows[:-1], torch.where(kept, last, factor * (last + 1))])
-
-
-def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
-    with unmoved(model), torch.enable_grad():  # as in training
-        seeded(0)
-        return losses_of(model, loss, batch).detach()
