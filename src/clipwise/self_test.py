@@ -40,7 +40,7 @@ from clipwise.records.checks import (
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import mapped, picked, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.step import Rule
 from clipwise.types import Batch, Refused
@@ -319,7 +319,7 @@ def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Rea
     whole = passes.rows(places)
     if reading == "again":
         return whole, [passes.rows(places[piece]) for piece in pieces]
-    return whole, [_cut(whole, piece) for piece in pieces]
+    return whole, [picked(whole, piece) for piece in pieces]
 
 
 def _shorter_first(passes: Passes, places: Tensor, order: Tensor, reading: Reading) -> Tensor:
@@ -370,7 +370,7 @@ def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[A
         before, drawn = collated(items), generators()
         seeded(seed)
         after, drawn_then = collated(changed), generators()
-        if drawn == drawn_then and not _same(_cut(before, others), _cut(after, others)):
+        if drawn == drawn_then and not _same(picked(before, others), picked(after, others)):
             raise Refused(
                 "collate mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
                 "of one sample alone, without mixup or statistics of the batch"
@@ -391,7 +391,3 @@ def _form(item: Any) -> Any:
 def _same(one: Batch, other: Batch) -> bool:
     pairs = zip(tensors(one), tensors(other), strict=True)
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-6, equal_nan=True) for a, b in pairs)
-
-
-def _cut(rows: Batch, places: Tensor) -> Batch:
-    return mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)

@@ -18,7 +18,7 @@ from clipwise.records.displacement import Own
 from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import picked, tensors
 from clipwise.records.tf32 import without_cudnn
 from clipwise.types import Batch, InputError, Refused
 
@@ -164,8 +164,7 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
 
 def _taken(batch: Batch, samples: int, whole: bool) -> Batch:
     """So many rows: copies of the first, or all of them as often as it takes."""
-    index = torch.arange(samples) if whole else torch.zeros(samples, dtype=torch.long)
-    return mapped(batch, lambda t: t[(index % t.shape[0]).to(t.device)] if t.dim() else t)
+    return picked(batch, torch.arange(samples) % (batch_size(batch) if whole else 1))
 
 
 def batch_size(batch: Batch) -> int:

@@ -283,6 +283,11 @@ def row(batch: Any, index: int) -> Any:
     return mapped(batch, lambda t: t[index : index + 1] if t.dim() else t)
 
 
+def picked(batch: Any, rows: Tensor) -> Any:
+    """The rows of a batch with these numbers, in this order."""
+    return mapped(batch, lambda t: t[rows.to(t.device)] if t.dim() else t)
+
+
 def _rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
     """A list, tuple or mapping of changed parts; anything else as it is."""
     if isinstance(tree, (list, tuple)):
