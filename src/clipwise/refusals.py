@@ -1,7 +1,8 @@
 """Models, losses and optimizers that cannot be trained privately: each is refused with what to write instead.
 
-Receives: what the user gives to ``make_private``, before any data are read.
-Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference, also at every step.
+Receives: what the user gives to ``make_private``, before any data are read; and what it has become in a step.
+Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference and refuse_gradients, at
+every step.
 """
 
 from __future__ import annotations
@@ -54,6 +55,25 @@ def refuse_inference(parameters: Mapping[str, Tensor]) -> None:
     if made:
         raise InputError(
             f"{made[0]} was made under torch.inference_mode() and can have no gradient: make the model outside of it"
+        )
+
+
+def refuse_gradients(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a step of an optimizer that lacks a trained parameter, or whose parameters hold gradients already."""
+    groups = (group["params"] for group in optimizer.param_groups)  # frozen ones too
+    held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
+    ids = {id(p) for p in held.values()}
+    new = [name for name, p in parameters.items() if id(p) not in ids]
+    if new:
+        raise InputError(
+            f"the parameter {new[0]} is not in the optimizer, so no step would move it: was a module exchanged? "
+            "Make a new run with an optimizer of the model's parameters, and spent=private.ledger"
+        )
+    left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
+    if left:
+        raise Refused(
+            f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
+            "remove loss.backward(), or write optimizer.zero_grad() before the step"
         )
 
 

@@ -155,7 +155,7 @@ def make_private(
     private.ledger.extend(added)
     if chunk == "auto" or (chunk is None and not compile):
         private.fit_chunk()  # before the self-test, which looks at as many samples as a chunk holds
-    private.test_mode()
+    private.test_mode(parameters)
     return private
 
 
