@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from clipwise import methods, models, training
 from clipwise.accounting import Ledger
+from clipwise.accounting.calibration import steps_in
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumable
 from clipwise.config import TrainConfig, Training, one_given, to_toml
@@ -347,8 +348,7 @@ def steps_of(config: TrainConfig, samples: int) -> int:
     """How many steps the settings ask for, on so many samples."""
     if config.steps is not None:
         return whole("steps", config.steps)
-    rate = whole("batch", config.batch) / samples
-    return max(1, round(positive("epochs", config.epochs or 0) / rate))  # as make_private rounds
+    return steps_in(config.epochs or 0, whole("batch", config.batch) / samples)
 
 
 def measured_every(config: TrainConfig, steps: int) -> int:
