@@ -7,7 +7,7 @@ Gives: the losses and SampleGradients; or the same as one traced graph, for ``to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
 from clipwise.records.tape import picked, tensors
-from clipwise.records.tf32 import without_cudnn
+from clipwise.records.tf32 import without_cudnn_if_recurrent
 from clipwise.types import Batch, InputError, Refused
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -207,8 +207,7 @@ def traced(
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
-        recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        with swapped(model, own), without_cudnn() if recurrent else nullcontext():
+        with swapped(model, own), without_cudnn_if_recurrent(model):
             return then(recorded(model, loss, batch, known, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)
