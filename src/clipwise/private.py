@@ -401,7 +401,7 @@ class Private:
         return (self.steps_taken - self._begun) % plan.groups
 
     @property
-    def used(self) -> str:
+    def methods_used(self) -> str:
         """The methods that steps were made with, as the statement names them."""
         return self._methods_used
 

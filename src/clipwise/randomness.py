@@ -72,9 +72,7 @@ def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
 
 
-def add_scaled(
-    value: Tensor, normals: Tensor, scale: float, divisor: float = 1.0, dtype: torch.dtype | None = None
-) -> Tensor:
+def add_scaled(value: Tensor, normals: Tensor, scale: float, divisor: float, dtype: torch.dtype | None) -> Tensor:
     """(``value`` + scale · normals)/divisor in float64 on the CPU, rounded once; overwrites ``normals``."""
     normals = normals.view(value.shape)
     total = torch.add(value.to("cpu"), normals, alpha=scale, out=normals)

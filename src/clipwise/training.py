@@ -244,7 +244,7 @@ class _Loop:
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "recorded": self.private.ledger.as_dict()["totals"],
             "method": str(self.private.method),
-            "used": self.private.used,
+            "used": self.private.methods_used,
             "model": self.private.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),

@@ -197,7 +197,7 @@ def run_one(
                 loss_of(splits, config.precision),
                 splits.train,
                 optimizer=partial(optimizer_of, config),
-                scheduler=partial(_cosine, steps) if config.schedule == "cosine" else None,
+                scheduler=scheduler_of(config, steps),
                 evaluate=partial(measured, splits),
                 evaluate_every=every,
                 average=config.average,
@@ -375,8 +375,9 @@ def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:
         raise InputError(f"the optimizer {config.optimizer} refuses its settings ({error}): write others") from error
 
 
-def _cosine(steps: int, optimizer: Optimizer) -> LRScheduler:
-    return CosineAnnealingLR(optimizer, steps)
+def scheduler_of(config: TrainConfig, steps: int) -> Callable[[Optimizer], LRScheduler] | None:
+    """What makes the schedule that the settings name; none for a constant learning rate."""
+    return partial(CosineAnnealingLR, T_max=steps) if config.schedule == "cosine" else None
 
 
 def _numbers(part: Arrays) -> Arrays:

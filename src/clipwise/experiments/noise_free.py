@@ -59,7 +59,7 @@ def descend(
         raise InputError(f"a run without noise takes a method that is the same at every step, got {method}")
     if whole("batch", batch) > len(data):
         raise InputError(f"batch must be at most the {len(data)} samples of the data, got {batch}")
-    filter_ = identity() if post is None else post
+    post = identity() if post is None else post
     passes, stream = Passes(Capture(model, loss), data, float(batch), chunk), SeededStream(seed)
     state = AT_START
     iterates: tuple[Gradient, ...] = ()
@@ -79,7 +79,7 @@ def descend(
         count = batch / method.unit
         mean = {name: value / count for name, value in total.items()}
         # no noise: its deviation is zero in every entry
-        filtered, update = filter_.apply(state.post, mean, dict.fromkeys(mean, 0.0))
+        filtered, update = post.apply(state.post, mean, dict.fromkeys(mean, 0.0))
         state = PublicState((here, *state.past)[: method.past], mean, filtered)
         for name, parameter in parameters.items():
             parameter.grad = update[name].to(parameter.dtype)
