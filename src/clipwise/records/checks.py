@@ -158,7 +158,7 @@ def alone_as_together(
     model: nn.Module,
     gradients: Callable[[Tensor], SampleGradients],
     samples: int,
-    terms: Callable[[SampleGradients], Mapping[str, Tensor]] = lambda _: {},
+    terms: Callable[[SampleGradients], Mapping[str, Tensor]],
 ) -> None:
     """Refuse a method or data in which a sample's gradient depends on who else was read with it.
 
