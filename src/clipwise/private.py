@@ -36,7 +36,7 @@ from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
-from clipwise.records.tape import mapped
+from clipwise.records.tape import on_device
 from clipwise.records.tf32 import full_on_cpu
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
@@ -414,8 +414,8 @@ class Private:
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
         device = self._passes.device  # checkpoints are read to the CPU
-        state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
-        hidden = mapped(hidden, lambda t: t.to(device))
+        state = PublicState(**on_device(vars(state), device))
+        hidden = on_device(hidden, device)
         self._taken, self._state = step, state
         self._methods_used = self._methods_used if used is None else used
         self._go_on_with(method)

@@ -22,7 +22,7 @@ from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import restored
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.tape import on_device, tensors
 from clipwise.types import InputError, Refused
 
 
@@ -82,7 +82,7 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
     own = next(iter(trainable(model).values()))
     with restored(model), torch.enable_grad():  # as in training
         with stacked():
-            rows = mapped(data.rows(torch.arange(min(2, len(data)))), lambda t: t.to(own.device))
+            rows = on_device(data.rows(torch.arange(min(2, len(data)))), own.device)
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:

@@ -41,13 +41,14 @@ from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
 from clipwise.experiments.experiment import only
 from clipwise.experiments.measures import Curve
-from clipwise.experiments.noise_free import NOT_PRIVATE, AfterStep, rows_of
+from clipwise.experiments.noise_free import NOT_PRIVATE, AfterStep
 from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
 from clipwise.records import Capture, Loss, device_of
+from clipwise.records.tape import on_device
 from clipwise.report import RunFolder
 from clipwise.types import Gradient, InputError, Refused, whole
 
@@ -181,7 +182,7 @@ class _Study:
             row |= {f"train_{name}": value for name, value in seen.items()}
         if "gradients" in self.experiment.measures:
             with torch.random.fork_rng(devices=[]):
-                few = rows_of(splits.train, keys, device_of(model))
+                few = on_device(splits.train.rows(keys), device_of(model))
                 row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
         return row
 

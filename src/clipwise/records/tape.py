@@ -283,6 +283,11 @@ def row(batch: Any, index: int) -> Any:
     return mapped(batch, lambda t: t[index : index + 1] if t.dim() else t)
 
 
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on that device."""
+    return mapped(batch, lambda t: t.to(device))
+
+
 def picked(batch: Any, rows: Tensor) -> Any:
     """The rows of a batch with these numbers, in this order."""
     return mapped(batch, lambda t: t[rows.to(t.device)] if t.dim() else t)
