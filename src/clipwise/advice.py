@@ -18,7 +18,7 @@ from clipwise.data import RowDataset
 from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import METHODS, Method
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
-from clipwise.records.tape import on_device
+from clipwise.records.trees import on_device
 from clipwise.sampling import chunks
 from clipwise.types import InputError, Part, PrivateSum
 

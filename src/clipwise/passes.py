@@ -23,7 +23,7 @@ from clipwise.records import Capture, SampleGradients, batch_size, device_of
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.states import unmoved
-from clipwise.records.tape import on_device
+from clipwise.records.trees import on_device
 from clipwise.sampling import chunks, units
 from clipwise.types import Batch, Gradient, InputError, Refused
 

@@ -36,8 +36,8 @@ from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
-from clipwise.records.tape import on_device
 from clipwise.records.tf32 import full_on_cpu
+from clipwise.records.trees import on_device
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson

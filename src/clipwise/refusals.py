@@ -22,7 +22,7 @@ from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import restored
-from clipwise.records.tape import on_device, tensors
+from clipwise.records.trees import on_device, tensors
 from clipwise.types import InputError, Refused
 
 

@@ -39,8 +39,8 @@ from clipwise.records.checks import (
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
-from clipwise.records.tape import mapped, picked, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
+from clipwise.records.trees import mapped, picked, tensors
 from clipwise.step import Rule
 from clipwise.types import Batch, Refused
 

@@ -43,7 +43,7 @@ from clipwise.noise import release
 from clipwise.plain import as_json
 from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
-from clipwise.records.tape import on_device
+from clipwise.records.trees import on_device
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
 from clipwise.report.figures import Figure
 from clipwise.report.folder import LEDGER, refuse_used, write

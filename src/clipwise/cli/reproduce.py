@@ -48,7 +48,7 @@ from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
 from clipwise.records import Capture, Loss, device_of
-from clipwise.records.tape import on_device
+from clipwise.records.trees import on_device
 from clipwise.report import RunFolder
 from clipwise.types import Gradient, InputError, Refused, whole
 

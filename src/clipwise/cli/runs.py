@@ -36,7 +36,7 @@ from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss, device_of
-from clipwise.records.tape import tensors
+from clipwise.records.trees import tensors
 from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, LEDGER, write
 from clipwise.report.runs import short

@@ -18,8 +18,8 @@ from clipwise.records.displacement import Own
 from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
-from clipwise.records.tape import picked, tensors
 from clipwise.records.tf32 import without_cudnn_if_recurrent
+from clipwise.records.trees import picked, tensors
 from clipwise.types import Batch, InputError, Refused
 
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -21,8 +21,8 @@ from clipwise.records.chance import generators, reseeds, seeded, still
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import held, put_back, restored, unmoved
-from clipwise.records.tape import mapped, row, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
+from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, InputError, Refused
 
 AGREES, HALF_AGREES = 1e-3, 5e-2  # how far apart two ways to compute norms, sums or losses may be, of their size

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
 from clipwise.records.checks import culprit, same_losses, seeded_losses, stays
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Refused
 
 # (a factor, what it makes of a sample, what to write instead)

@@ -14,7 +14,7 @@ import torch
 
 from clipwise.records.capture import batch_size
 from clipwise.records.gradients import SampleGradients
-from clipwise.records.tape import picked, tensors
+from clipwise.records.trees import picked, tensors
 from clipwise.types import Batch, InputError, whole
 
 SPARE = 0.9  # of the room: allocators round up, and other work on the device needs some
