@@ -23,7 +23,7 @@ from clipwise.records.ascent import curvature, displaced
 from clipwise.records.capture import graph_of
 from clipwise.records.kinds import Convolution, Dense, Geometry, Outer
 from clipwise.records.layers import convolutions, products
-from clipwise.records.tape import tensors
+from clipwise.records.trees import tensors
 from clipwise.types import Gradient, InputError
 
 RADIUS = 0.5

@@ -17,8 +17,8 @@ from clipwise.records import compiled as compiled_module
 from clipwise.records import lean as lean_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.layers import products
-from clipwise.records.tape import tensors
 from clipwise.records.tf32 import halves
+from clipwise.records.trees import tensors
 from clipwise.step import Rule, private_sum
 from clipwise.types import InputError, Refused
 

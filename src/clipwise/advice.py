@@ -18,7 +18,7 @@ from clipwise.data import RowDataset
 from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import METHODS, Method
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
-from clipwise.records.tape import mapped
+from clipwise.records.trees import on_device
 from clipwise.sampling import chunks
 from clipwise.types import InputError, Part, PrivateSum
 
@@ -126,7 +126,7 @@ def histogram(model: nn.Module, loss: Loss, data: RowDataset, chunk: int = 256) 
     total = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device="cpu")
     edges, device = torch.tensor(EDGES, dtype=torch.float64, device="cpu"), device_of(model)
     for rows in chunks(torch.arange(len(data), device="cpu"), chunk):
-        batch = mapped(data.rows(rows), lambda t: t.to(device))
+        batch = on_device(data.rows(rows), device)
         norms = per_sample(model, loss, batch).norms().flatten().double().cpu()
         total += torch.bincount(torch.bucketize(norms[norms.isfinite()], edges), minlength=len(total)).double()
     return PrivateSum((Part({"counts": total}, 1.0, 1.0),))

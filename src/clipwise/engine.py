@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipwise.data.views import draws, views
 from clipwise.records import Capture, SampleGradients, ascent, batch_size, swapped, trainable
-from clipwise.records.tape import mapped, row, tensors
+from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, Gradient, InputError
 
 # (rows, count, generator) → count views of each row, a row's views together

@@ -23,7 +23,7 @@ from clipwise.records import Capture, SampleGradients, batch_size, device_of
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.states import unmoved
-from clipwise.records.tape import mapped
+from clipwise.records.trees import on_device
 from clipwise.sampling import chunks, units
 from clipwise.types import Batch, Gradient, InputError, Refused
 
@@ -111,7 +111,7 @@ class Passes:
 
     def placed(self, rows: Batch, samples: int) -> Batch:
         """These rows on the model's device, if they are one for each sample."""
-        rows = mapped(rows, lambda t: t.to(self.device))
+        rows = on_device(rows, self.device)
         if batch_size(rows) != samples:
             raise Refused(
                 f"expected one row per sample, got {batch_size(rows)} rows for {samples} samples: a sample "

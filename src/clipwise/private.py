@@ -36,9 +36,9 @@ from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
-from clipwise.records.tape import mapped
 from clipwise.records.tf32 import full_on_cpu
-from clipwise.refusals import refuse_inference
+from clipwise.records.trees import on_device
+from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
@@ -169,16 +169,14 @@ class Private:
         check_weights(method, trainable(self.model))
         if method.probe is not self._method.probe:
             self._tested.clear()  # it takes gradients elsewhere
-        self._follow(method)
+        self._go_on_with(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
             used = f"{self._methods_used}; from step {self._taken}: {method}"
             self._methods_used = used if self._taken else str(method)
 
-    def _follow(self, method: Method) -> None:
-        if (
-            DicePlan.of(method, self.expected_batch, len(self.data)) != self.dice
-            or method.recall != self._method.recall
-        ):
+    def _go_on_with(self, method: Method) -> None:
+        plan = DicePlan.of(method, self.expected_batch, len(self.data))
+        if plan != self.dice or method.recall != self._method.recall:
             raise Refused(
                 f"private state has one bound for a whole run: expected the method {self._method}, or one with the "
                 f"same, got {method}; make a new run with spent=private.ledger"
@@ -249,7 +247,8 @@ class Private:
         finally:
             self._turn.release()
 
-    def _step(self, batch: PoissonBatch) -> None:
+    def _checked(self, batch: PoissonBatch) -> dict[str, Tensor]:
+        """The trainable parameters, if this step can be made: whatever the user's code changed since the last one."""
         if not isinstance(batch, PoissonBatch) or batch is not self._drawn:
             raise Refused(
                 "step takes each batch of private.batches() once, in order: other batches are not Poisson samples, "
@@ -265,11 +264,14 @@ class Private:
             )
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode(parameters)
+        return parameters
+
+    def _step(self, batch: PoissonBatch) -> None:
+        parameters, method = self._checked(batch), self.method
         self._warn_of_others()
-        method = self.method
         private, event, following = self._summed(batch, parameters)
         self._warn_of_lost()
-        self._refuse_gradients(parameters)  # now: the loss may have called backward() for another model
+        refuse_gradients(self.optimizer, parameters)  # now: the loss may have called backward() for another model
         self._drawn = None
         # the expected number of units is a public constant; the realised one is not
         units = self.expected_batch / method.unit
@@ -281,7 +283,7 @@ class Private:
         self._hidden = None
         self._taken += 1
         self._hidden = following
-        self._follow(method.next(released, units))
+        self._go_on_with(method.next(released, units))
         note_trained(self.model, self.ledger)
         here = {name: p.detach().clone() for name, p in parameters.items()} if method.past else {}
         past = (here, *self.state.past)[: method.past]
@@ -321,9 +323,6 @@ class Private:
 
     def _update(self, parameters: Mapping[str, Tensor], update: Gradient) -> None:
         """One step of the optimizer."""
-        # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
-        # with the parameters' own strides, so that it can update many at once
-        gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
         for name, parameter in parameters.items():
             got = update.get(name)
             if got is None or got.shape != parameter.shape:
@@ -331,6 +330,9 @@ class Private:
                     f"expected an update of {name} of its shape {tuple(parameter.shape)}, got "
                     f"{None if got is None else tuple(got.shape)}: let the post-processing give one tensor for each"
                 )
+        # copies: an optimizer may write into its gradients, and these are what was released or a filter's state;
+        # with the parameters' own strides, so that it can update many at once
+        gradients = [torch.empty_like(parameter) for parameter in parameters.values()]
         torch._foreach_copy_(gradients, [update[name] for name in parameters])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient
@@ -400,7 +402,7 @@ class Private:
         return (self.steps_taken - self._begun) % plan.groups
 
     @property
-    def used(self) -> str:
+    def methods_used(self) -> str:
         """The methods that steps were made with, as the statement names them."""
         return self._methods_used
 
@@ -413,17 +415,17 @@ class Private:
         "full" alone, so that every other feedback begins anew, with a new block (docs/dicesgd.md, section 4).
         """
         device = self._passes.device  # checkpoints are read to the CPU
-        state = PublicState(**mapped(vars(state), lambda t: t.to(device)))
-        hidden = mapped(hidden, lambda t: t.to(device))
+        state = PublicState(**on_device(vars(state), device))
+        hidden = on_device(hidden, device)
         self._taken, self._state = step, state
         self._methods_used = self._methods_used if used is None else used
-        self._follow(method)
+        self._go_on_with(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
-    def test_mode(self, trained: Iterable[str] | None = None) -> None:
+    def test_mode(self, trained: Iterable[str]) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode = self._mode = modes(self.model, trainable(self.model) if trained is None else trained)
+        mode = self._mode = modes(self.model, trained)
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
@@ -494,23 +496,6 @@ class Private:
                 "another private run trained this model since, and the statement of this one does not count it: if its "
                 "data were the same, make one run after the other, with spent=the earlier one's ledger",
                 stacklevel=4,
-            )
-
-    def _refuse_gradients(self, parameters: Mapping[str, Tensor]) -> None:
-        groups = (group["params"] for group in self.optimizer.param_groups)  # frozen ones too
-        held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
-        ids = {id(p) for p in held.values()}
-        new = [name for name, p in parameters.items() if id(p) not in ids]
-        if new:
-            raise InputError(
-                f"the parameter {new[0]} is not in the optimizer, so no step would move it: was a module exchanged? "
-                "Make a new run with an optimizer of the model's parameters, and spent=private.ledger"
-            )
-        left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
-        if left:
-            raise Refused(
-                f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
-                "remove loss.backward(), or write optimizer.zero_grad() before the step"
             )
 
 

@@ -1,7 +1,8 @@
 """Models, losses and optimizers that cannot be trained privately: each is refused with what to write instead.
 
-Receives: what the user gives to ``make_private``, before any data are read.
-Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference, also at every step.
+Receives: what the user gives to ``make_private``, before any data are read; and what it has become in a step.
+Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference and refuse_gradients, at
+every step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_modules
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import restored
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.trees import on_device, tensors
 from clipwise.types import InputError, Refused
 
 
@@ -57,12 +58,31 @@ def refuse_inference(parameters: Mapping[str, Tensor]) -> None:
         )
 
 
+def refuse_gradients(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a step of an optimizer that lacks a trained parameter, or whose parameters hold gradients already."""
+    groups = (group["params"] for group in optimizer.param_groups)  # frozen ones too
+    held = {f"number {i} of the optimizer": p for i, p in enumerate(p for group in groups for p in group)}
+    ids = {id(p) for p in held.values()}
+    new = [name for name, p in parameters.items() if id(p) not in ids]
+    if new:
+        raise InputError(
+            f"the parameter {new[0]} is not in the optimizer, so no step would move it: was a module exchanged? "
+            "Make a new run with an optimizer of the model's parameters, and spent=private.ledger"
+        )
+    left = [name for name, p in {**parameters, **held}.items() if p.grad is not None]
+    if left:
+        raise Refused(
+            f"the parameter {left[0]} holds a gradient that has no noise; private.step computes its own: "
+            "remove loss.backward(), or write optimizer.zero_grad() before the step"
+        )
+
+
 def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
     """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated."""
     own = next(iter(trainable(model).values()))
     with restored(model), torch.enable_grad():  # as in training
         with stacked():
-            rows = mapped(data.rows(torch.arange(min(2, len(data)), device="cpu")), lambda t: t.to(own.device))
+            rows = on_device(data.rows(torch.arange(min(2, len(data)), device="cpu")), own.device)
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +34,13 @@ from clipwise.records.checks import (
     losses_of,
     moved_weights,
     refuse_remembered,
+    same_losses,
     self_test,
 )
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
-from clipwise.records.tape import mapped, tensors
-from clipwise.records.tf32 import forbidden, without_cudnn
+from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
+from clipwise.records.trees import mapped, picked, tensors
 from clipwise.step import Rule
 from clipwise.types import Batch, Refused
 
@@ -109,15 +109,7 @@ class _Pass:
     drew: bool  # at random, dropout aside
 
 
-def _look(
-    passes: Passes,
-    method: Method,
-    places: Tensor,
-    order: Tensor,
-    reading: Reading,
-    *,
-    half: bool,
-) -> None:
+def _look(passes: Passes, method: Method, places: Tensor, order: Tensor, reading: Reading, *, half: bool) -> None:
     """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
     samples, model, loss = len(places), passes.model, passes.capture.loss
     order = _shorter_first(passes, places, order, reading)
@@ -128,7 +120,6 @@ def _look(
     each = [_shown(passes, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
     count = batch_size(whole) // samples  # rows of each sample, which follow each other
     everything = torch.arange(count * samples, device="cpu")
-    inside = [(count * piece[:, None] + torch.arange(count, device="cpu")).flatten() for piece in pieces]
     weights = torch.linspace(0.5, 1.5, count * samples, device="cpu")[torch.randperm(count * samples, device="cpu")]
 
     def computed(some: Batch, index: Tensor) -> _Pass:
@@ -141,25 +132,18 @@ def _look(
     with restored(model), forbidden():
         together = computed(whole, everything)
         if together.drew:
-            _refuse_mixing(model, loss, whole, count, order[: samples // 2])
+            _refuse_mixing(model, loss, whole, _rows_of(order[: samples // 2], count))
             model.eval()
             together = computed(whole, everything)
         with moved_weights(model, half):
             near = computed(whole, everything)
         tolerance = limits(furthest(near.losses, everything), half)
         left, size = list(together.gradient), 1e-12
-        for part, index in zip(each, inside, strict=True):
+        for part, piece in zip(each, pieces, strict=True):
+            index = _rows_of(piece, count)
             found = computed(part, index)
-            apart = furthest(found.losses, index)
-            if apart > tolerance:
-                with still(model):
-                    name = culprit(model, loss, (whole, index), (part, slice(None)), tolerance=tolerance)
-                raise Refused(
-                    f"{name} treats a sample differently among {len(everything)} rows than among {len(index)} of them: "
-                    f"its loss moves by {apart:.1e} of the losses' size, expected at most {tolerance:.0e}; compute "
-                    "each sample's loss from that sample alone: no statistics, shares, ranks or counts of the batch, "
-                    "and where collate pads, a mask"
-                )
+            if (apart := furthest(found.losses, index)) > tolerance:
+                _refuse_company(model, loss, whole, part, index, apart, tolerance)
             if _shapes(part) == _shapes(whole):
                 refuse_remembered(model, together.held, found.held)
             left, size = _less(left, found.gradient), size + _length(found.gradient)
@@ -181,6 +165,24 @@ def _look(
             )
 
 
+def _rows_of(samples: Tensor, count: int) -> Tensor:
+    """The rows of these samples, where each has ``count`` of them."""
+    return (count * samples[:, None] + torch.arange(count)).flatten()
+
+
+def _refuse_company(
+    model: nn.Module, loss: Loss, whole: Batch, part: Batch, index: Tensor, apart: float, tolerance: float
+) -> NoReturn:
+    """Say what gave the rows ``index`` of ``whole`` other losses there than in ``part``, where they are alone."""
+    with still(model):
+        name = culprit(model, loss, (whole, index), (part, slice(None)), tolerance=tolerance)
+    raise Refused(
+        f"{name} treats a sample differently among {batch_size(whole)} rows than among {len(index)} of them: its loss "
+        f"moves by {apart:.1e} of the losses' size, expected at most {tolerance:.0e}; compute each sample's loss from "
+        "that sample alone: no statistics, shares, ranks or counts of the batch, and where collate pads, a mask"
+    )
+
+
 def _recorded(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> list[Tensor]:
     """Σ_i w_i g_i from per-sample gradients; other samples' rows would come with the wrong weights."""
     parameters = trainable(model)
@@ -194,8 +196,7 @@ def _recorded(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> lis
 def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> _Pass:
     parameters = list(trainable(model).values())
     # cuDNN's recurrent layers have a gradient only in training mode
-    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-    with restored(model), still(model), without_cudnn() if recurrent else nullcontext(), torch.enable_grad():
+    with restored(model), still(model), without_cudnn_if_recurrent(model), torch.enable_grad():
         seeded(0)
         before = generators()
         losses = losses_of(model, loss, mapped(rows, torch.clone))
@@ -221,9 +222,8 @@ def _length(gradient: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradient))
 
 
-def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, count: int, some: Tensor) -> None:
-    """For a model that draws at random: other values for half of the samples, the same draws for the others."""
-    index = (count * some[:, None] + torch.arange(count, device="cpu")).flatten()
+def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, index: Tensor) -> None:
+    """For a model that draws at random: other values for some of the rows, the same draws for the others."""
     changed = mapped(rows, lambda t: _exchanged(t, index.to(t.device)))
     others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[index] = False
@@ -231,7 +231,7 @@ def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, count: int, some: 
         (before, drawn), (after, drawn_then) = (_drawn(model, loss, b, seed) for b in (rows, changed))
         same = others.to(before.device)
         # where the draws follow the values they cannot be compared
-        if drawn == drawn_then and not torch.allclose(before[same], after[same], 1e-4, 1e-6, equal_nan=True):
+        if drawn == drawn_then and not same_losses(before[same], after[same]):
             name = culprit(model, loss, (rows, others), (changed, others), seed)
             raise Refused(
                 f"{name} mixes the samples of a batch: changing some samples changed others' losses; leave out what "
@@ -318,7 +318,7 @@ def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Rea
     whole = passes.rows(places)
     if reading == "again":
         return whole, [passes.rows(places[piece]) for piece in pieces]
-    return whole, [_cut(whole, piece) for piece in pieces]
+    return whole, [picked(whole, piece) for piece in pieces]
 
 
 def _shorter_first(passes: Passes, places: Tensor, order: Tensor, reading: Reading) -> Tensor:
@@ -369,7 +369,7 @@ def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[A
         before, drawn = collated(items), generators()
         seeded(seed)
         after, drawn_then = collated(changed), generators()
-        if drawn == drawn_then and not _same(_cut(before, others), _cut(after, others)):
+        if drawn == drawn_then and not _same(picked(before, others), picked(after, others)):
             raise Refused(
                 "collate mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
                 "of one sample alone, without mixup or statistics of the batch"
@@ -390,7 +390,3 @@ def _form(item: Any) -> Any:
 def _same(one: Batch, other: Batch) -> bool:
     pairs = zip(tensors(one), tensors(other), strict=True)
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-6, equal_nan=True) for a, b in pairs)
-
-
-def _cut(rows: Batch, places: Tensor) -> Batch:
-    return mapped(rows, lambda t: t[places.to(t.device)] if t.dim() else t)

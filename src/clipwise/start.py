@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from clipwise import methods, postprocess
 from clipwise.accounting import Ledger, calibrate
 from clipwise.accounting import spent as spent_on
-from clipwise.accounting.calibration import least_noise
+from clipwise.accounting.calibration import least_noise, steps_in
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
@@ -97,12 +97,8 @@ def make_private(
     # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
     parameters = check_model(model, loss, optimizer)
     delta = fraction("delta", delta, open_end=True)
-    if (epochs is None) == (steps is None):
-        raise InputError(f"say how long to train by {_either(epochs)} epochs or steps; write for instance epochs=20")
-    if (epsilon is None) == (noise_multiplier is None):
-        raise InputError(
-            f"say how private by {_either(epsilon)} epsilon or noise_multiplier; write for instance epsilon=3"
-        )
+    _check_one("how long to train", "epochs=20", epochs=epochs, steps=steps)
+    _check_one("how private", "epsilon=3", epsilon=epsilon, noise_multiplier=noise_multiplier)
     asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
     one_of("accountant", accountant, ACCOUNTANTS)
     chosen, after = _method(method, parameters), _post(post)
@@ -118,17 +114,11 @@ def make_private(
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)
     _check_recall(chosen, batch, rows)
-    if views is not None and not callable(views):
-        raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
+    _check_views(views)
     rate = batch / rows
-    count = whole("steps", steps) if steps is not None else max(1, round(positive("epochs", epochs or 0) / rate))
+    count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
     size = _chunk(chunk, batch, rows, compile)
-    if trained_elsewhere(model, earlier):
-        warnings.warn(
-            "this model was trained by a private run before, and the statement of this one will not count it: if its "
-            "data were the same, write spent=that run's ledger",
-            stacklevel=3,
-        )
+    _warn_of_trained(model, earlier)
     if self_test and not any(phase.companions for phase in chosen.phases):  # a model of units takes no single rows
         try_loss(model, loss, dataset)
     plan = DicePlan.of(chosen, float(batch), rows)
@@ -157,7 +147,7 @@ def make_private(
     private.ledger.extend(added)
     if chunk == "auto" or (chunk is None and not compile):
         private.fit_chunk()  # before the self-test, which looks at as many samples as a chunk holds
-    private.test_mode()
+    private.test_mode(parameters)
     return private
 
 
@@ -243,6 +233,20 @@ def _check_recall(method: Method, batch: int, rows: int) -> None:
             )
 
 
+def _check_views(views: Any) -> None:
+    if views is not None and not callable(views):
+        raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
+
+
+def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None:
+    if trained_elsewhere(model, counted):
+        warnings.warn(
+            "this model was trained by a private run before, and the statement of this one will not count it: if its "
+            "data were the same, write spent=that run's ledger",
+            stacklevel=4,
+        )
+
+
 def _calibrated(
     plan: DicePlan | None,
     epsilon: float,
@@ -266,8 +270,12 @@ def _calibrated(
     return least_noise(entries, epsilon, delta, accountant)
 
 
-def _either(one: float | None) -> str:
-    return "one of" if one is None else "only one of"
+def _check_one(what: str, example: str, **given: float | None) -> None:
+    """Refuse to be told one thing in two ways, or in none."""
+    count = sum(value is not None for value in given.values())
+    if count != 1:
+        only = "only " if count else ""
+        raise InputError(f"say {what} by {only}one of {' or '.join(given)}; write for instance {example}")
 
 
 def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int:

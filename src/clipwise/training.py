@@ -133,17 +133,7 @@ def train(
         if not resume:
             loop.checkpoint()  # whatever stops the run from now on, it can be resumed
         try:
-            if not private.steps_taken and not loop.looks:
-                loop.look()
-            if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
-                loop.note(every)
-            else:
-                for batch in private.batches():
-                    private.step(batch)
-                    loop.after_step()
-                    loop.note(every)
-                    if progress is not None:
-                        progress(private, loop.latest)
+            loop.run(every, progress)
         except BaseException:
             loop.checkpoint()
             raise
@@ -177,11 +167,23 @@ class _Loop:
         clipped = {"clipped": own(self.looks[-1])["clipped"]} if self.looks else {}
         return {**(self.metrics[-1] if self.metrics else {}), **clipped}
 
-    def after_step(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step()
-        if self.ema is not None:
-            self.ema.update_parameters(self.private.model)
+    def run(self, every: int, progress: Progress | None) -> None:
+        """All steps that are left, and after each what is due."""
+        private = self.private
+        if not private.steps_taken and not self.looks:
+            self.look()
+        if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
+            self.note(every)
+            return
+        for batch in private.batches():
+            private.step(batch)
+            if self.scheduler is not None:
+                self.scheduler.step()
+            if self.ema is not None:
+                self.ema.update_parameters(private.model)
+            self.note(every)
+            if progress is not None:
+                progress(private, self.latest)
 
     def note(self, every: int) -> None:
         """What is due after this step is seen, once, and kept."""
@@ -245,7 +247,7 @@ class _Loop:
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
             "recorded": self.private.ledger.as_dict()["totals"],
             "method": str(self.private.method),
-            "used": self.private.used,
+            "used": self.private.methods_used,
             "model": self.private.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),

@@ -1,7 +1,8 @@
 """From noise to ε and back, before a run.
 
 Receives: δ, the sampling rate, the number of steps, and either a noise multiplier or a target ε.
-Gives: epsilon, and calibrate: the least noise multiplier that keeps the target; least_noise for any other releases.
+Gives: epsilon, and calibrate: the least noise multiplier that keeps the target; least_noise for any other releases;
+steps_in, from epochs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ TOLERANCE = 5e-4
 MOST_NOISE = 1e6
 # how much coarser the grid is on which calibrate looks first
 ROUGH = 10
+
+
+def steps_in(epochs: float, sampling_rate: float) -> int:
+    """How many steps make so many epochs, each with this share of the samples: at least one."""
+    return max(1, round(positive("epochs", epochs) / sampling_rate))
 
 
 def epsilon(
@@ -40,7 +46,7 @@ def calibrate(*, epsilon: float, delta: float, sampling_rate: float, steps: int,
 
 
 def least_noise(
-    entries: Callable[[float], Iterable[tuple[Event, int]]], epsilon: float, delta: float, accountant: str = "pld"
+    entries: Callable[[float], Iterable[tuple[Event, int]]], epsilon: float, delta: float, accountant: str
 ) -> float:
     """The least noise multiplier at which ``entries(noise multiplier)`` cost at most ``epsilon``, as in calibrate."""
     target = positive("epsilon", epsilon)

@@ -153,9 +153,8 @@ def _interval(costs: Counter[Cost]) -> float:
         most = max(most, (signal * signal + 20 * signal) / (MIXTURE_CELLS if memory else CELLS))
     needed = max(most, (squares + 16 * math.sqrt(squares)) / 1e7, DISCRETISATION)
     up = math.ceil(math.log10(min(needed, 1e9) / DISCRETISATION))
-    return DISCRETISATION * 10.0 ** max(
-        up, math.floor(math.log10(min(max(enough, DISCRETISATION), 1e9) / DISCRETISATION))
-    )
+    down = math.floor(math.log10(min(max(enough, DISCRETISATION), 1e9) / DISCRETISATION))
+    return DISCRETISATION * 10.0 ** max(up, down)
 
 
 def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = "pld", *, coarser: int = 1) -> float:

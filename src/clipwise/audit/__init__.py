@@ -8,12 +8,11 @@ mechanics (noise and sampling), mia (membership inference), verdict (all of it f
 """
 
 from clipwise.audit.bounds import Bound
-from clipwise.audit.canaries import CANARIES, World, worlds
+from clipwise.audit.canaries import CANARIES
 from clipwise.audit.mechanics import Check, mechanics
-from clipwise.audit.mia import Roc, logistic_attack, roc, shadow_attack
+from clipwise.audit.mia import Roc, logistic_attack, shadow_attack
 from clipwise.audit.one_run import coins, one_run, watched
 from clipwise.audit.verdict import AuditPlan, Verdict, audit, registered
-from clipwise.audit.white_box import being_there, observe, taking_part, trajectories
 
 __all__ = [
     "CANARIES",
@@ -22,19 +21,12 @@ __all__ = [
     "Check",
     "Roc",
     "Verdict",
-    "World",
     "audit",
-    "being_there",
     "coins",
     "logistic_attack",
     "mechanics",
-    "observe",
     "one_run",
     "registered",
-    "roc",
     "shadow_attack",
-    "taking_part",
-    "trajectories",
     "watched",
-    "worlds",
 ]

@@ -183,25 +183,11 @@ def _row(
     progress: Callable[[str], None],
     precision: str,
 ) -> Row:
-    steps: dict[str, Step] = {}
-    missing: dict[str, str] = {}
-    taken: dict[str, float] = {}  # megabytes of the device
     on_cuda = case.device != "cpu"
     torch.compiler.reset()  # after eight recompilations of a line of code torch goes on without a compiler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn about their own insides
-        for column in columns:
-            progress(f"{case.title}, {precision}: warming up {column}")
-            try:
-                before = _device_megabytes() if on_cuda else 0.0
-                step = columns[column](case)
-                for _ in range(step.warm_up):
-                    step()
-                if on_cuda:
-                    taken[column] = _device_megabytes() - before + _device_transient(step)
-                steps[column] = step
-            except Exception as error:  # whatever a peer raises belongs in its cell
-                missing[column] = _reason(error)
+        steps, taken, missing = _warmed_up(case, columns, progress, precision)
         progress(f"{case.title}, {precision}: timing {rounds} rounds")
         wait, in_a_row = (torch.cuda.synchronize, IN_A_ROW) if on_cuda else (lambda: None, 1)
         times, failed = _times(steps, rounds, wait, in_a_row)
@@ -224,6 +210,29 @@ def _row(
             Cell(column, median, megabytes=megabytes, rounds=times.get(column, ()), missing=missing.get(column))
         )
     return Row(row, case.title, case.batch, tuple(cells), precision).compared()
+
+
+def _warmed_up(
+    case: Case, columns: Mapping[str, Callable[[Case], Step]], progress: Callable[[str], None], precision: str
+) -> tuple[dict[str, Step], dict[str, float], dict[str, str]]:
+    """Each column's step, the megabytes that it took of a GPU, and why a column has none."""
+    steps: dict[str, Step] = {}
+    taken: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    on_cuda = case.device != "cpu"
+    for column, build in columns.items():
+        progress(f"{case.title}, {precision}: warming up {column}")
+        try:
+            before = _device_megabytes() if on_cuda else 0.0
+            step = build(case)
+            for _ in range(step.warm_up):
+                step()
+            if on_cuda:
+                taken[column] = _device_megabytes() - before + _device_transient(step)
+            steps[column] = step
+        except Exception as error:  # whatever a peer raises belongs in its cell
+            missing[column] = _reason(error)
+    return steps, taken, missing
 
 
 def _reason(error: Exception) -> str:

@@ -43,6 +43,7 @@ from clipwise.noise import release
 from clipwise.plain import as_json
 from clipwise.randomness import SecureStream, SeededStream
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
+from clipwise.records.trees import on_device
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
 from clipwise.report.figures import Figure
 from clipwise.report.folder import LEDGER, refuse_used, write
@@ -141,8 +142,7 @@ def _from_proxy(
 def _looks(plan: TrainConfig, proxy: Splits, samples: int, warm: int) -> Iterator[SampleGradients]:
     """The proxy's gradients before it is trained on; then, where there are steps to ``warm`` up, half-way and after."""
     model, loss = network(plan, proxy).model, loss_of(proxy)
-    device = device_of(model)
-    batch = tuple(t.to(device) for t in proxy.train.rows(torch.arange(samples)))
+    batch = on_device(proxy.train.rows(torch.arange(samples)), device_of(model))
     for part in (0, warm - warm // 2, warm // 2) if warm > 1 else (0,):
         _descend(model, loss, proxy.train, part, plan)
         yield per_sample(model, loss, batch)
@@ -156,7 +156,7 @@ def _descend(model: nn.Module, loss: Loss, data: Arrays, steps: int, plan: Train
     for _ in range(steps):
         rows = torch.randint(len(data), (min(plan.batch, len(data)),), generator=draw)
         optimizer.zero_grad()
-        loss(model, tuple(t.to(device) for t in data.rows(rows))).mean().backward()
+        loss(model, on_device(data.rows(rows), device)).mean().backward()
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from clipwise import accounting
+from clipwise.accounting.calibration import steps_in
 from clipwise.accounting.dice import DicePlan
 from clipwise.accounting.events import RELATION
 from clipwise.config import CalibrateConfig, flag, one_given
 from clipwise.plain import as_json, rounded_up
-from clipwise.types import InputError, positive, whole
+from clipwise.types import InputError, whole
 
 
 class _Over(NamedTuple):
@@ -30,7 +31,7 @@ def run(config: CalibrateConfig) -> str:
     one_given(config, "epsilon", "noise_multiplier", "--epsilon 4")
     one_given(config, "epochs", "steps", "--epochs 20")
     rate = _rate(config)
-    steps = config.steps if config.epochs is None else max(1, round(positive("epochs", config.epochs) / rate))
+    steps = config.steps if config.epochs is None else steps_in(config.epochs, rate)
     over = None if config.method is None else _over(config, config.method, rate)
     cost, least = partial(accounting.epsilon, sampling_rate=rate), partial(accounting.calibrate, sampling_rate=rate)
     if over is not None and over.plan is not None:

@@ -19,7 +19,6 @@ import torch
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from clipwise import methods, postprocess
 from clipwise.cli.runs import (
@@ -30,26 +29,28 @@ from clipwise.cli.runs import (
     optimizer_of,
     resolved,
     run_one,
+    scheduler_of,
     splits_for,
     steps_of,
 )
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
-from clipwise.data import Splits
+from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import quality
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
 from clipwise.experiments.experiment import only
 from clipwise.experiments.measures import Curve
-from clipwise.experiments.noise_free import NOT_PRIVATE, rows_of
+from clipwise.experiments.noise_free import NOT_PRIVATE, AfterStep
 from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
 from clipwise.plain import as_json
 from clipwise.records import Capture, Loss, device_of
+from clipwise.records.trees import on_device
 from clipwise.report import RunFolder
-from clipwise.types import InputError, Refused, whole
+from clipwise.types import Gradient, InputError, Refused, whole
 
 SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
 READS_DATA = "Gradients, training accuracy and membership are read from the training data: not private."
@@ -85,9 +86,8 @@ def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, An
     study = _Study(config, experiment)
     for one in runs:  # what is wrong with the last run is said before the first takes hours
         methods.parse(study.plan(one, 0).method)
-    where = config.folder or str(new_folder(f"{short}-{experiment.scale}"))
-    place_ = Path(where) / short if config.folder and len(config.experiments) > 1 else Path(where)
-    folder = RunFolder(place_)
+    where = Path(config.folder or new_folder(f"{short}-{experiment.scale}"))
+    folder = RunFolder(where / short if config.folder and len(config.experiments) > 1 else where)
     study.folder = folder.path
     results = []
     with Bar(quiet=config.quiet) as bar:
@@ -138,11 +138,9 @@ class _Study:
         splits = self._splits(plan)
         if one.noise_free:
             return self._noise_free(plan, splits)
-        place_ = self.folder / f"{number}-{seed}"
         rows: Curve = []
-        done = run_one(
-            resolved(plan), splits, place_, bar, partial(self._private_look, splits, rows, self._keys(plan, splits))
-        )
+        look = partial(self._private_look, splits, rows, self._keys(plan, splits))
+        done = run_one(resolved(plan), splits, self.folder / f"{number}-{seed}", bar, look)
         steps: Curve = [dict(measured) | seen for measured, seen in zip(done.metrics, rows, strict=True)]
         final, curves = self._end(done.model, splits)
         return summary(steps, final), {"steps": steps, **curves}
@@ -184,7 +182,7 @@ class _Study:
             row |= {f"train_{name}": value for name, value in seen.items()}
         if "gradients" in self.experiment.measures:
             with torch.random.fork_rng(devices=[]):
-                few = rows_of(splits.train, keys, device_of(model))
+                few = on_device(splits.train.rows(keys), device_of(model))
                 row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
         return row
 
@@ -243,13 +241,13 @@ def _descended(
     plan: TrainConfig,
     model: nn.Module,
     loss: Loss,
-    data: Any,
+    data: Arrays,
     method: Method,
     steps: int,
-    after_step: Any,
+    after_step: AfterStep,
     keep: int = 0,
-) -> Any:
-    optimizer = optimizer_of(plan, model.parameters())
+) -> tuple[Gradient, ...]:
+    optimizer, schedule = optimizer_of(plan, model.parameters()), scheduler_of(plan, steps)
     return descend(
         model,
         loss,
@@ -260,7 +258,7 @@ def _descended(
         batch=plan.batch,
         seed=plan.seed,
         chunk=plan.chunk or 256,
-        scheduler=CosineAnnealingLR(optimizer, steps) if plan.schedule == "cosine" else None,
+        scheduler=None if schedule is None else schedule(optimizer),
         post=None if plan.post is None else postprocess.parse(plan.post),
         keep=keep,
         after_step=after_step,

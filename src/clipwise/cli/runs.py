@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from clipwise import methods, models, training
 from clipwise.accounting import Ledger
+from clipwise.accounting.calibration import steps_in
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumable
 from clipwise.config import TrainConfig, Training, one_given, to_toml
@@ -35,7 +36,7 @@ from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import Loss, device_of
-from clipwise.records.tape import tensors
+from clipwise.records.trees import tensors
 from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, LEDGER, write
 from clipwise.report.runs import short
@@ -196,7 +197,7 @@ def run_one(
                 loss_of(splits, config.precision),
                 splits.train,
                 optimizer=partial(optimizer_of, config),
-                scheduler=partial(_cosine, steps) if config.schedule == "cosine" else None,
+                scheduler=scheduler_of(config, steps),
                 evaluate=partial(measured, splits),
                 evaluate_every=every,
                 average=config.average,
@@ -347,8 +348,7 @@ def steps_of(config: TrainConfig, samples: int) -> int:
     """How many steps the settings ask for, on so many samples."""
     if config.steps is not None:
         return whole("steps", config.steps)
-    rate = whole("batch", config.batch) / samples
-    return max(1, round(positive("epochs", config.epochs or 0) / rate))  # as make_private rounds
+    return steps_in(config.epochs or 0, whole("batch", config.batch) / samples)
 
 
 def measured_every(config: TrainConfig, steps: int) -> int:
@@ -375,8 +375,9 @@ def optimizer_of(config: TrainConfig, parameters: Any) -> Optimizer:
         raise InputError(f"the optimizer {config.optimizer} refuses its settings ({error}): write others") from error
 
 
-def _cosine(steps: int, optimizer: Optimizer) -> LRScheduler:
-    return CosineAnnealingLR(optimizer, steps)
+def scheduler_of(config: TrainConfig, steps: int) -> Callable[[Optimizer], LRScheduler] | None:
+    """What makes the schedule that the settings name; none for a constant learning rate."""
+    return partial(CosineAnnealingLR, T_max=steps) if config.schedule == "cosine" else None
 
 
 def _numbers(part: Arrays) -> Arrays:

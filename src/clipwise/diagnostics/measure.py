@@ -19,7 +19,7 @@ from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects, method_of
 from clipwise.diagnostics.finite import FiniteGradients, Mean, finite_part, layers_of
 from clipwise.methods import Engine, Method
 from clipwise.records import SampleGradients, batch_size
-from clipwise.records.tape import tensors
+from clipwise.records.trees import tensors
 from clipwise.types import Batch, InputError, one_of, whole
 
 Data = Literal["private", "public", "evaluation"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,10 +20,9 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post, identity
 from clipwise.randomness import SeededStream
 from clipwise.records import Capture, Loss, trainable
-from clipwise.records.tape import mapped
 from clipwise.sampling import poisson
 from clipwise.step import fed_back, private_sum, zeros
-from clipwise.types import Batch, Gradient, InputError, whole
+from clipwise.types import Gradient, InputError, whole
 
 NOT_PRIVATE = "not private: trained without noise, for analysis only"
 CHUNK = 256
@@ -59,7 +57,7 @@ def descend(
         raise InputError(f"a run without noise takes a method that is the same at every step, got {method}")
     if whole("batch", batch) > len(data):
         raise InputError(f"batch must be at most the {len(data)} samples of the data, got {batch}")
-    filter_ = identity() if post is None else post
+    post = identity() if post is None else post
     passes, stream = Passes(Capture(model, loss), data, float(batch), chunk), SeededStream(seed)
     state = AT_START
     iterates: tuple[Gradient, ...] = ()
@@ -79,7 +77,7 @@ def descend(
         count = batch / method.unit
         mean = {name: value / count for name, value in total.items()}
         # no noise: its deviation is zero in every entry
-        filtered, update = filter_.apply(state.post, mean, dict.fromkeys(mean, 0.0))
+        filtered, update = post.apply(state.post, mean, dict.fromkeys(mean, 0.0))
         state = PublicState((here, *state.past)[: method.past], mean, filtered)
         for name, parameter in parameters.items():
             parameter.grad = update[name].to(parameter.dtype)
@@ -90,8 +88,3 @@ def descend(
         if after_step is not None:
             after_step(step + 1, partial(passes.engine, seed=0, state=state))
     return iterates
-
-
-def rows_of(data: Arrays, indices: Tensor, device: torch.device) -> Batch:
-    """The data of these samples, on the model's device."""
-    return mapped(data.rows(indices), lambda t: t.to(device))

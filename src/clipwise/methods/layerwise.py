@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from clipwise.methods.citations import MCMAHAN_2018
 from clipwise.methods.flat import flat
-from clipwise.methods.method import Block, Method, rescaled
+from clipwise.methods.method import Block, Method
 from clipwise.types import InputError, nearest, one_of
 
 Noise = Literal["equal", "proportional"]
@@ -44,7 +44,7 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
             each = {key: given[key] for key in members}
         else:
             assert isinstance(chosen, Method)
-            each = {key: rescaled(chosen, chosen.bound / math.sqrt(len(members))) for key in members}
+            each = {key: _rescaled(chosen, chosen.bound / math.sqrt(len(members))) for key in members}
         total = sum(method.bound**2 for method in each.values())  # joint sensitivity² = Σ C_r²
         share = {key: method.bound**2 / total if noise == "equal" else 1 / len(members) for key, method in each.items()}
         return tuple(Block(own, each[key].weigh, each[key].bound, share[key]) for key, own in members.items())
@@ -54,6 +54,15 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
     bound = math.hypot(*(m.bound for m in given.values())) if given else first.bound
     settings = {"base": given if given is not None else chosen, "noise": noise}
     return Method("layerwise", MCMAHAN_2018, settings, first.weigh, bound, split=split)
+
+
+def _rescaled(method: Method, clip_norm: float) -> Method:
+    """The same method with another clip norm."""
+    from clipwise.methods import METHODS
+
+    if method.split is not None:
+        raise InputError(f"expected a method with one clip norm such as flat(1.0), got {method}")
+    return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})
 
 
 def _by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:

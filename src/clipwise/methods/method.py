@@ -261,12 +261,3 @@ def _expression(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_expression(item) for item in value) + "]"
     return repr(value)
-
-
-def rescaled(method: Method, clip_norm: float) -> Method:
-    """The same method with another clip norm."""
-    from clipwise.methods import METHODS
-
-    if "clip_norm" not in method.settings or method.count is not None or method.split is not None:
-        raise InputError(f"expected a method with one clip norm such as flat(1.0), got {method}")
-    return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})

@@ -7,7 +7,7 @@ Gives: the losses and SampleGradients; or the same as one traced graph, for ``to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ from clipwise.records.displacement import Own
 from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
-from clipwise.records.tape import mapped, tensors
-from clipwise.records.tf32 import without_cudnn
+from clipwise.records.tf32 import without_cudnn_if_recurrent
+from clipwise.records.trees import picked, tensors
 from clipwise.types import Batch, InputError, Refused
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -164,8 +164,7 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
 
 def _taken(batch: Batch, samples: int, whole: bool) -> Batch:
     """So many rows: copies of the first, or all of them as often as it takes."""
-    index = torch.arange(samples, device="cpu") if whole else torch.zeros(samples, dtype=torch.long, device="cpu")
-    return mapped(batch, lambda t: t[(index % t.shape[0]).to(t.device)] if t.dim() else t)
+    return picked(batch, torch.arange(samples, device="cpu") % (batch_size(batch) if whole else 1))
 
 
 def batch_size(batch: Batch) -> int:
@@ -208,8 +207,7 @@ def traced(
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
-        recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
-        with swapped(model, own), without_cudnn() if recurrent else nullcontext():
+        with swapped(model, own), without_cudnn_if_recurrent(model):
             return then(recorded(model, loss, batch, known, own))
 
     return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)

@@ -21,8 +21,8 @@ from clipwise.records.chance import generators, reseeds, seeded, still
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import held, put_back, restored, unmoved
-from clipwise.records.tape import mapped, row, tensors
 from clipwise.records.tf32 import forbidden, without_cudnn
+from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, InputError, Refused
 
 AGREES, HALF_AGREES = 1e-3, 5e-2  # how far apart two ways to compute norms, sums or losses may be, of their size
@@ -82,7 +82,7 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
                 "in a step, dropout's masks too, can be foreseen, and one sample more moves what is drawn for every "
                 f"row behind it; {OWN_SEED}"
             )
-    if not bool(_losses(model, loss, batch).isfinite().any()):
+    if not bool(seeded_losses(model, loss, batch).isfinite().any()):
         raise InputError(
             f"no loss of {batch_size(batch)} samples is a finite number, so that steps would add noise alone: look at "
             "the data, the loss and the model's outputs"
@@ -158,7 +158,7 @@ def alone_as_together(
     model: nn.Module,
     gradients: Callable[[Tensor], SampleGradients],
     samples: int,
-    terms: Callable[[SampleGradients], Mapping[str, Tensor]] = lambda _: {},
+    terms: Callable[[SampleGradients], Mapping[str, Tensor]],
 ) -> None:
     """Refuse a method or data in which a sample's gradient depends on who else was read with it.
 
@@ -255,7 +255,7 @@ def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) ->
 def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what gives one batch other losses the second time: nothing else could be compared."""
     rows = mapped(batch, torch.clone)
-    if torch.allclose(_losses(model, loss, rows), _losses(model, loss, rows), rtol=1e-4, atol=1e-6, equal_nan=True):
+    if same_losses(seeded_losses(model, loss, rows), seeded_losses(model, loss, rows)):
         return
     if not all(map(torch.equal, tensors(rows), tensors(batch))):
         raise Refused(
@@ -274,10 +274,10 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     last, first = _changed(batch, -1), _changed(batch, 0)
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
     for seed in range(SEEDS if draws(model, loss, batch) else 1):
-        before, *after = (_losses(model, loss, b, seed) for b in (batch, last, first, batch))
+        before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
         kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
         for changed, losses, same in kinds:
-            if not torch.allclose(before[same], losses[same], rtol=1e-4, atol=1e-6, equal_nan=True):
+            if not same_losses(before[same], losses[same]):
                 name = culprit(model, loss, (batch, same), (changed, same), seed)
                 write = "replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
                 if name == "the loss":
@@ -366,10 +366,16 @@ def losses_of(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
     return values
 
 
-def _losses(model: nn.Module, loss: Loss, batch: Batch, seed: int = 0) -> Tensor:
-    with unmoved(model), torch.enable_grad():  # as in training
+def seeded_losses(model: nn.Module, loss: Loss, batch: Batch, seed: int = 0) -> Tensor:
+    """The same with every generator at this seed, as in training; the model is left as it was."""
+    with unmoved(model), torch.enable_grad():
         seeded(seed)
         return losses_of(model, loss, batch).detach()
+
+
+def same_losses(one: Tensor, other: Tensor) -> bool:
+    """Whether two passes over the same rows gave the same losses, but for rounding."""
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 Some = tuple[Batch, Any]  # rows, and the index of those to look at
@@ -395,7 +401,7 @@ def culprit(model: nn.Module, loss: Loss, one: Some, other: Some, seed: int = 0,
         size = batch_size(rows)
         handles = [m.register_forward_hook(watch(name, size, index, into)) for name, m in model.named_modules()]
         try:
-            _losses(model, loss, rows, seed)
+            seeded_losses(model, loss, rows, seed)
         finally:
             for handle in handles:
                 handle.remove()

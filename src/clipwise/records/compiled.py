@@ -27,8 +27,8 @@ from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, full_precision, summed, widened
 from clipwise.records.lean import lean
-from clipwise.records.tape import mapped, tensors
 from clipwise.records.tf32 import allowed
+from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Gradient, InputError, Refused
 
 AGREE = 5e-2  # what fusing may change where a model computes in bfloat16, since it rounds in fewer places

@@ -15,13 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Loss
-from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, losses_of
-from clipwise.records.states import unmoved
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.checks import culprit, same_losses, seeded_losses
+from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Refused
 
-LARGE = 2.0**20  # float32 keeps three bits after the point beside it
+# (a factor, what it makes of a sample, what to write instead)
+EXTREMES = (
+    (
+        2.0**20,  # float32 keeps three bits after the point beside it
+        "of very large values",
+        "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
+    ),
+    (
+        math.nan,
+        "that is not a number",
+        "skip no batch for such a sample, which by itself adds nothing to a step",
+    ),
+)
 
 
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
@@ -36,32 +46,23 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if any(t.is_cuda for t in (*model.parameters(), *tensors(batch))):
         try:
             model, batch = copy.deepcopy(model).cpu(), mapped(batch, Tensor.cpu)
-            _losses(model, loss, batch)
+            before = seeded_losses(model, loss, batch)
         except Exception:  # it needs the device, or cannot be copied
             return
-    _refuse(
-        *(model, loss, batch, LARGE, "of very large values"),
-        "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
-    )
-    _refuse(
-        *(model, loss, batch, math.nan, "that is not a number"),
-        "skip no batch for such a sample, which by itself adds nothing to a step",
-    )
-
-
-def _refuse(model: nn.Module, loss: Loss, batch: Batch, factor: float, what: str, write: str) -> None:
-    changed = mapped(batch, lambda t: _last_times(t, factor))
-    before = _losses(model, loss, batch)
-    try:
-        after = _losses(model, loss, changed)
-    except Refused:
-        raise
-    except Exception:  # whatever a model says to values that it does not take
-        return
+    else:
+        before = seeded_losses(model, loss, batch)
     others = slice(-1)
-    if not torch.allclose(before[others], after[others], rtol=1e-4, atol=1e-6, equal_nan=True):
-        name = culprit(model, loss, (batch, others), (changed, others))
-        raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+    for factor, what, write in EXTREMES:
+        changed = mapped(batch, lambda t, factor=factor: _last_times(t, factor))  # type: ignore[misc]
+        try:
+            after = seeded_losses(model, loss, changed)
+        except Refused:
+            raise
+        except Exception:  # whatever a model says to values that it does not take
+            continue
+        if not same_losses(before[others], after[others]):
+            name = culprit(model, loss, (batch, others), (changed, others))
+            raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
 
 
 def _last_times(rows: Tensor, factor: float) -> Tensor:
@@ -71,9 +72,3 @@ def _last_times(rows: Tensor, factor: float) -> Tensor:
     whole = last % 1 == 0
     kept = whole & ~whole.all()  # whole numbers among fractions
     return torch.cat([rows[:-1], torch.where(kept, last, factor * (last + 1))])
-
-
-def _losses(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
-    with unmoved(model), torch.enable_grad():  # as in training
-        seeded(0)
-        return losses_of(model, loss, batch).detach()

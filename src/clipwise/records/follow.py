@@ -24,7 +24,8 @@ from clipwise.records.composites import COMPOSITES
 from clipwise.records.displacement import Own
 from clipwise.records.layers import STEPPED, Meeting, meet, mixing, refuse_embedding
 from clipwise.records.standardise import pulled_back, standardise
-from clipwise.records.tape import Call, Lookup, Rows, Source, Tape, mapped, tensors, vmapped
+from clipwise.records.tape import Call, Lookup, Rows, Source, Tape
+from clipwise.records.trees import mapped, tensors, vmapped
 from clipwise.types import InputError, Refused
 
 Plan = tuple[Call, ...]

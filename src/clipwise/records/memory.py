@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from clipwise.records.capture import batch_size
 from clipwise.records.gradients import SampleGradients
-from clipwise.records.tape import mapped, tensors
+from clipwise.records.trees import picked, tensors
 from clipwise.types import Batch, InputError, whole
 
 SPARE = 0.9  # of the room: allocators round up, and other work on the device needs some
@@ -70,8 +69,7 @@ def repeated(rows: Batch, count: int) -> Batch:
     size = batch_size(rows)
     if size == 0:
         raise InputError("expected at least one row to measure memory with, got none")
-    index = torch.arange(count, device="cpu") % size
-    return mapped(rows, lambda t: t[index.to(t.device)] if isinstance(t, Tensor) and t.dim() else t)
+    return picked(rows, torch.arange(count, device="cpu") % size)
 
 
 def device_peak(call: Callable[[], object], device: torch.device) -> int:

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipwise.records.capture import Loss, batch_size, check_losses, trainable
 from clipwise.records.gradients import SampleGradients, from_dense
-from clipwise.records.tape import row
 from clipwise.records.tf32 import without_cudnn
+from clipwise.records.trees import row
 from clipwise.types import Batch, Gradient
 
 

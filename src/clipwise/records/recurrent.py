@@ -108,9 +108,8 @@ class _Lstm(torch.autograd.Function):
         ctx: Any, ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None, tap: Tensor, *own: Tensor
     ) -> tuple[Tensor, Tensor]:
         size = h.shape[-1]
-        h, c, weight = (
-            t.to(ahead.dtype) for t in (h, c, weight)
-        )  # under autocast the product that made ahead is narrow
+        # under autocast the product that made ahead is narrow
+        h, c, weight = (t.to(ahead.dtype) for t in (h, c, weight))
         hs, cs, tanhs, gates = [], [c], [], []
         turned = weight.t()
         for x in (ahead if bias is None else ahead + bias).unbind(0):
@@ -135,10 +134,8 @@ class _Lstm(torch.autograd.Function):
         d_hs, dc = gradients
         i, f, g, o = gates.chunk(4, 2)
         through = o * (1 - squashed.square())  # ∂h/∂c
-        # ∂c/∂(i, f, g) and ∂h/∂o before their squashing, for all steps at once
-        local = torch.stack(
-            [g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2
-        )  # [step, sample, 4, hidden]
+        # ∂c/∂(i, f, g) and ∂h/∂o before their squashing, for all steps at once: [step, sample, 4, hidden]
+        local = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2)
         found = []
         dh = zeros = torch.zeros_like(d_hs[0])
         for t in range(len(gates) - 1, -1, -1):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import trainable
 from clipwise.records.chance import kept
-from clipwise.records.tape import tensors
+from clipwise.records.trees import tensors
 
 Modes = tuple[Any, ...]
 

@@ -2,7 +2,7 @@
 
 Receives: the two factors of per-sample gradients, float32 on CUDA.
 Gives: rounds: whether the library may round them; halves: both in float16, with TF32's 11 bits, and a scale per sample;
-allowed, forbidden, full_on_cpu and without_cudnn: PyTorch's settings.
+allowed, forbidden, full_on_cpu, without_cudnn and without_cudnn_if_recurrent: PyTorch's settings.
 
 Left to the library, the factors of the sum, w_i b_i, are rounded otherwise than those of the norm, and where positions
 cancel what is summed can be longer than what was measured. Rounded once, they are the same numbers in both; float16 is
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 HIGHEST = 2.0**14  # where a sample's largest number is brought to: float16 ends just below 2¹⁶
 LEAST = 2.0**-100  # nothing that small is worth a scale of its own, which would overflow
@@ -97,6 +97,11 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.enabled = before
+
+
+def without_cudnn_if_recurrent(model: nn.Module) -> AbstractContextManager[None]:
+    """The same for a model with recurrent layers; others keep it."""
+    return without_cudnn() if any(isinstance(m, nn.RNNBase) for m in model.modules()) else nullcontext()
 
 
 def _settings(convolution: bool) -> Any:

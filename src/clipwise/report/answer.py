@@ -236,21 +236,19 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
     """Who learnt nothing: no better on the evaluation data than always saying the same; and what may help."""
     lost: dict[str, list[RunNumbers]] = {}
     for row in found:
-        same = ""
         if row.baseline is None or row.diverged is not None:
             continue
-        if row.accuracy is not None and row.baseline == 1:  # nobody could be better
-            continue
-        if row.accuracy is not None and row.accuracy <= row.baseline:
+        if row.accuracy is not None and row.accuracy <= row.baseline < 1:  # than 1 nobody could be better
             same = f"the most frequent class, which is right for {row.baseline:.1%} of the evaluation samples"
-        elif row.error is not None and row.error >= row.baseline:
+        elif row.accuracy is None and row.error is not None and row.error >= row.baseline:
             same = f"the mean of the evaluation labels, whose error is {row.baseline:.4g}"
-        if same:
-            lost.setdefault(same, []).append(row)
+        else:
+            continue
+        lost.setdefault(same, []).append(row)
     return [
-        f"{_and(rows_)} {'is' if len(rows_) == 1 else 'are'} no better than always saying {same}: try more "
+        f"{_and(alike)} {'is' if len(alike) == 1 else 'are'} no better than always saying {same}: try more "
         "epochs, a larger batch, another learning rate or a larger ε."
-        for same, rows_ in lost.items()
+        for same, alike in lost.items()
     ]
 
 

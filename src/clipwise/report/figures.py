@@ -16,6 +16,10 @@ import torch
 from clipwise import methods
 from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, Values, comparable, own
 
+MANY = 60  # points of a line, beyond which dots would only hide it
+FEW = 10  # samples of a bin whose bar is drawn faintly
+_FAN = ("5%", "25%", "50%", "75%", "95%")
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -220,6 +224,7 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         return None
     lengths = torch.logspace(math.log10(low), math.log10(high), 81, dtype=torch.float64)
     middle = float(shown.looks[-1]["spread"]["quantiles"]["50%"])
+    at = torch.tensor([middle], dtype=torch.float64)
     lines: list[Mark] = []
     apart = []
     for number, run in enumerate(runs):
@@ -227,7 +232,6 @@ def kept(runs: Sequence[Recorded]) -> Figure | None:
         if method.split is not None:
             apart.append(run.name)  # there is no one norm
             continue
-        at = torch.tensor([middle], dtype=torch.float64)
         share = method.weigh(lengths) / (method.weigh(at) if float(method.weigh(at)) > 0 else 1.0)
         there = (share > 0) & share.isfinite()
         if bool(there.any()):
@@ -284,6 +288,8 @@ def norms(runs: Sequence[Recorded]) -> Figure | None:
     values = [v for _, run in shown for look in run.looks for k, v in look["spread"]["quantiles"].items() if k in _FAN]
     high = max(values)
     low = max(min((v for v in values if v > 0), default=1e-3), high * 1e-5)  # below that a gradient is as good as zero
+    longest = max(float(run.looks[-1]["step"]) for _, run in shown)
+    x, y = Axis("step", 0.0, longest), Axis("length", low, high, log=True)
     panels = []
     for number, run in shown:
         steps = tuple(float(look["step"]) for look in run.looks)
@@ -299,8 +305,6 @@ def norms(runs: Sequence[Recorded]) -> Figure | None:
                 Rule((a, b), (c, d))  # type: ignore[arg-type]
                 for a, b, c, d in zip(steps, bounds, steps[1:], bounds[1:], strict=False)
             ]
-        longest = max(float(each.looks[-1]["step"]) for _, each in shown)
-        x, y = Axis("step", 0.0, longest), Axis("length", low, high, log=True)
         panels.append(Panel(run.name, x, y, tuple(marks)))
     return Figure(
         "norms",
@@ -335,11 +339,6 @@ def reliability(runs: Sequence[Recorded]) -> Figure | None:
         f"rest on fewer than {FEW} samples.",
         tuple(panels),
     )
-
-
-MANY = 60  # points of a line, beyond which dots would only hide it
-FEW = 10  # samples of a bin whose bar is drawn faintly
-_FAN = ("5%", "25%", "50%", "75%", "95%")
 
 
 def _bound(look: Values) -> float | None:

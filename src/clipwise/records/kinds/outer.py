@@ -173,13 +173,8 @@ class Outer:
         return replace(self, a=self.a[start:stop], b=self.b[start:stop])
 
 
-ONE: tuple[Any, ...] = (
-    (1, 1),
-    (0, 0),
-    (1, 1),
-    (1, 1),
-    1,
-)  # a 1×1 convolution: stride, padding, dilation, kernel, groups
+# a 1×1 convolution: stride, padding, dilation, kernel, groups
+ONE: tuple[Any, ...] = ((1, 1), (0, 0), (1, 1), (1, 1), 1)
 
 
 def by_kernel(a: Tensor, other: torch.dtype) -> bool:

@@ -18,7 +18,8 @@ from clipwise.records.displacement import Own, cut
 from clipwise.records.kinds import Dense, Record, wide
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, sources
-from clipwise.records.tape import Source, mapped, vmapped
+from clipwise.records.tape import Source
+from clipwise.records.trees import mapped, vmapped
 
 _ARITHMETIC = "add sub mul div true_divide pow maximum minimum where lerp floor_divide subtract multiply divide".split()
 ELEMENTWISE = frozenset(

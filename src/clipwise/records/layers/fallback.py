@@ -13,7 +13,7 @@ from torch import Tensor
 from clipwise.records.displacement import cut
 from clipwise.records.kinds import Dense, wide
 from clipwise.records.layers.meeting import Meeting, mixing, sources
-from clipwise.records.tape import mapped, vmapped
+from clipwise.records.trees import mapped, vmapped
 from clipwise.types import InputError, Refused
 
 

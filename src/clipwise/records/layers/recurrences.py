@@ -17,7 +17,8 @@ from clipwise.records.displacement import cut
 from clipwise.records.kinds import Dense, Outer, Record, wide
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting
-from clipwise.records.tape import Source, Tape, mapped
+from clipwise.records.tape import Source, Tape
+from clipwise.records.trees import mapped
 
 
 def recurrence(m: Meeting, ahead: Tensor, h: Tensor, *rest: Any) -> Any:
