@@ -33,8 +33,8 @@ from clipwise.data import Splits
 from clipwise.plain import as_json
 from clipwise.private import Private
 from clipwise.records import device_of
-from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
-from clipwise.report.runs import unfinished, within
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, tensors_in, write
+from clipwise.report.runs import refuse_unfinished
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
@@ -126,11 +126,7 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:
 
 
 def _read(path: Path) -> _Finished:
-    if not (path / STATEMENT).is_file():
-        several = " or ".join(map(str, within(path)))
-        raise unfinished(
-            path, f"write one of its runs, {several}" if several else f"expected a folder with {STATEMENT}"
-        )
+    refuse_unfinished(path)
     try:
         statement = json.loads((path / STATEMENT).read_text())
         for name in NEEDED:
@@ -207,7 +203,7 @@ class _Again:
         """Attacks on the run's own model: its training rows are members, its test rows are not."""
         members, others = self._splits.train.data, self._splits.test.data
         model = network(self._run.settings, self._all).model
-        model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True, map_location="cpu"))
+        model.load_state_dict(tensors_in(self._run.path / MODEL))
         found = {"logistic": logistic_attack(model, members, others)}
         if shadows:
             everybody = tuple(torch.cat(pair) for pair in zip(members, others, strict=True))
