@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_number, meaning, numeric, word
+from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_date, is_number, meaning, numeric, word
 from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, plain
 from clipwise.data.splits import Splits, divided
@@ -174,7 +174,9 @@ def said_of(source: Source, table: Table) -> Said:
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
-    several = isinstance(label, Range) and (label.log or label.missing)  # an error has one unit, of numbers alone
+    several = isinstance(label, Range) and (
+        label.log or label.missing or label.dates
+    )  # an error has one unit, of numbers alone
     if not isinstance(label, Range | Values) or several:
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
@@ -210,11 +212,25 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = bare[words[0]]
-        line = source.with_options(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
-        raise InputError(
-            f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write {line} "
-            f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"
+        meant = {escaped(name): _dates(bare[name]) or "#16" for name in words}
+        items = [f"{item}:{meant[name]}" if (name := escaped(plain(item))) in meant else item for item in items]
+        how = (
+            "with the first and the last day that you know it can hold"
+            if _dates(first)
+            else f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with those that you know it has"
         )
+        raise InputError(
+            f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write "
+            f"{source.with_options(columns=','.join(items))} {how}; leave out what says nothing, such as a name or a "
+            "number by which a row is known"
+        )
+
+
+def _dates(cells: Cells) -> str:
+    """What a column of dates is until somebody says more, from no cell's date; nothing for another column."""
+    blank = [cell for cell in cells if word(cell) == ""]
+    dates = len(blank) < len(cells) and all(is_date(cell) or word(cell) == "" for cell in cells)
+    return f"1900-01-01..2100-01-01{'|' if blank else ''}" if dates else ""
 
 
 def _labels(label: Range | Values, cells: Cells) -> Tensor:
@@ -237,6 +253,8 @@ def _column(source: Source, table: Table, column: str) -> Cells:
         if _headless(source, table) and not separator:
             raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
         hint = f"write {separator}" if separator else nearest(column, table)
+        if "|" in source.options.get("columns", "") and column in source.listed("columns"):
+            hint += "; a comma within a value is written %2C"
         raise InputError(f"{source.name} has no column {column!r}: {hint}")
     return table[column]
 
