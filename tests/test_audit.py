@@ -24,7 +24,7 @@ from clipwise.audit.verdict import HARSHER
 from clipwise.cli import audit as command
 from clipwise.cli import main
 from clipwise.config import AuditConfig
-from clipwise.methods import METHODS, parse
+from clipwise.methods import METHODS, Method, parse
 from clipwise.models import Accompanied
 from clipwise.records import from_dense
 from clipwise.report.answer import in_numbers as rows_of
@@ -618,12 +618,56 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert "there is no finished run" in capsys.readouterr().err
 
 
-def test_a_run_made_in_python_is_told_how_to_audit_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_statement_for_people_says_is_held_against_the_ledger_too(finished: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(finished, tmp_path / "run")
+    ledger = command._ledger(command._read(there))
+    assert ledger.passed and "4 releases, added up again" in ledger.detail
+    text = there / "statement.txt"
+    text.write_text(text.read_text().replace("(", "(0.", 1))
+    assert (
+        not (found := command._ledger(command._read(there))).passed and "statement.txt does not say (" in found.detail
+    )
+    shutil.copy(finished / "statement.txt", text)
+    stated = json.loads((there / "statement.json").read_text())
+    stated["entries"][0]["noise_multiplier"] *= 2
+    (there / "statement.json").write_text(json.dumps(stated))
+    assert not (found := command._ledger(command._read(there))).passed and "of other kinds" in found.detail
+    (there / "ledger.jsonl").write_text("".join((there / "ledger.jsonl").read_text().splitlines(keepends=True)[:3]))
+    assert "the ledger holds 3 releases, and statement.json says 4" in command._ledger(command._read(there)).detail
+
+
+def test_a_run_without_its_data_is_audited_as_far_as_its_folder_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(200, 5)), y=np.arange(200) % 2)
+    folder = str(tmp_path / "run")
+    few = ["--noise-multiplier", "3", "--steps", "1", "--batch", "160", "--folder", folder, "--quiet"]
+    assert main(["train", "--data", f"npz:{tmp_path / 'data.npz'}", "--model", "mlp", *few]) == 0
+    (tmp_path / "data.npz").unlink()
+    capsys.readouterr()
+    assert main(["audit", folder, *FEW]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "flat ledger" in text and "sampled step" in text and "(retrained)" not in text
+    assert "not trained anew: no file 'data.npz'" in text
+    assert main(["audit", folder, "--shadows", "2", *FEW]) == 2
+    assert "which cannot be done: no file 'data.npz'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", [cw.flat(), replace(cw.flat(), name="mine")])
+def test_a_run_made_in_python_is_audited_as_far_as_its_folder_goes(
+    method: Method, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = torch.randn(20, 3), torch.arange(20) % 2
-    plan = {"noise_multiplier": 1.0, "steps": 1, "batch": 4, "delta": 1e-3}
+    plan = {"noise_multiplier": 3.0, "steps": 1, "batch": 16, "delta": 1e-3, "method": method}
     cw.train(torch.nn.Linear(3, 2), cw.cross_entropy, data, folder=tmp_path / "run", **plan)
-    assert main(["audit", str(tmp_path / "run")]) == 2
-    assert "write clipwise audit --method 'flat(clip_norm=1.0)'" in capsys.readouterr().err
+    assert main(["audit", str(tmp_path / "run"), "--json", *FEW]) == 0
+    found = json.loads(capsys.readouterr().out)
+    audits = [row["audit"] for row in found["rows"]]
+    assert audits[0] == "ledger" and (len(audits) == 1) == (method.name == "mine")
+    assert ("not clipwise's own" if method.name == "mine" else "clipwise.audit.watched") in found["note"]
+    if method.name == "mine":
+        assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
+        assert "mine" in capsys.readouterr().out
 
 
 def test_a_plan_refuses_what_no_audit_can_be_made_of() -> None:

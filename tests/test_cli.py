@@ -298,6 +298,16 @@ def test_the_seed_fixes_the_first_weights_and_not_the_noise() -> None:
     assert not any(torch.equal(first[key], second[key]) for key in first)
 
 
+def test_beside_the_accuracy_stands_what_always_saying_the_same_reaches(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = np.random.RandomState(0).randn(100, 4), (np.arange(100) % 10 == 0).astype(int)
+    data = saved("rare.npz", x=x, y=y, x_test=x, y_test=y)
+    assert main(["train", "--data", data, *FAST, "--steps", "1"]) == 0
+    assert "baseline 90.0% by always saying the most frequent class" in " ".join(capsys.readouterr().out.split())
+    data = saved("far.npz", x=x, y=4.0 * y, x_test=x, y_test=4.0 * y) + "?task=regression"
+    assert main(["train", "--data", data, *FAST, "--steps", "1"]) == 0
+    assert "baseline 1.2 by always saying the mean of their labels" in " ".join(capsys.readouterr().out.split())
+
+
 def test_samples_that_are_taken_as_public_are_not_said_to_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
     saved(x=np.random.RandomState(0).rand(100, 1, 2, 2), y=np.arange(100) % 3)
     words = ["--method", "batch_clipping(flat(1.0), companions=2)", "--public", "6"]

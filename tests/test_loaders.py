@@ -594,6 +594,28 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     assert load(line).shape == (16,)
 
 
+def test_dates_are_numbers_of_days_between_two_that_were_said(tmp_path: Path) -> None:
+    days = ("2020-01-01", "2020-01-11 12:00", "2020-01-21T00:00:00Z", "1999-12-31", "2031-01-01")
+    path = table(tmp_path, "seen,y\n" + "".join(f"{day},{n % 2}\n" for n, day in enumerate(days)))
+    data = load(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21&test_file={path}")
+    assert data.train.data[0].flatten().tolist() == pytest.approx([-1, 0.05, 1, -1, 1])
+    path = table(tmp_path, "seen,y\n" + "2020-01-01,0\n,1\n" * 5)
+    data = load(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21|&test_file={path}")
+    assert data.train.data[0][:2].tolist() == [[-1, 0], [0, 1]]
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21", "must hold dates such as 2024-02-29, got ''")
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-21..2020-01-01", "2030-12-31 for dates")
+    refused(f"csv:{path}?label=seen:2020-01-01..2020-01-21&columns=y", "must be said to be classes or a range")
+    said = refused(f"csv:{path}?label=y:0|1", "with the first and the last day that you know")
+    (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
+    assert line.endswith("columns=seen:1900-01-01..2100-01-01|") and load(line).shape == (2,)
+
+
+def test_a_comma_within_a_value_is_explained(tmp_path: Path) -> None:
+    path = table(tmp_path, "ward,y\n" + '"Heart, unit 2",0\nEye,1\n' * 5)
+    refused(f"csv:{path}?label=y:0|1&columns=ward:Eye|Heart, unit 2", "a comma within a value is written %2C")
+    assert load(f"csv:{path}?label=y:0|1&columns=ward:Eye|Heart%2C unit 2").shape == (2,)
+
+
 def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> None:
     path = table(tmp_path)
     with pytest.warns(UserWarning, match=re.escape("the range of age, pay: v enters as sign(v)·log(1 + |v|)")) as seen:

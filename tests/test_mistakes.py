@@ -70,6 +70,40 @@ def test_a_complex_parameter_is_told_how_to_be_real_which_works(real: bool) -> N
         private.step(batch)
 
 
+@pytest.mark.parametrize(
+    ("option", "write"),
+    [
+        ("max_grad_norm", r"write method=clipwise\.flat\(1\.0\)"),
+        ("data_loader", r"write data=loader\.dataset"),
+        ("target_delta", "write delta"),
+        ("batch_size", "did you mean 'batch'"),
+        ("module", "did you mean 'model'"),
+        ("gradient_accumulation_steps", "write nothing for it: batch is the whole step's"),
+    ],
+)
+def test_the_options_of_other_libraries_are_answered_by_what_to_write(option: str, write: str) -> None:
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match=f"make_private has no option '{option}': {write}"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN, **{option: 1})
+    with pytest.raises(TypeError, match=f"train has no option '{option}': {write}"):
+        cw.train(model, cw.cross_entropy, (X, Y), **PLAN, **{option: 1})
+
+
+def test_opacus_engine_is_answered_by_what_to_write() -> None:
+    with pytest.raises(AttributeError, match=r"'PrivacyEngine': write clipwise\.make_private\("):
+        cw.PrivacyEngine  # noqa: B018
+
+
+def test_mixup_is_not_answered_by_another_normalisation() -> None:
+    def mixed(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return cw.cross_entropy(model, (0.7 * x + 0.3 * x.flip(0), y))
+
+    model = nn.Linear(4, 3)
+    with pytest.raises(InputError, match=r"before the model \(Linear\) mixes .* leave it out there \(mixup"):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), loss=mixed, **PLAN)
+
+
 def test_arguments_in_the_wrong_places_are_named() -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=r"expected a model first, an nn\.Module, got tuple"):

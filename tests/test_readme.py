@@ -94,6 +94,18 @@ def test_the_blocks_of_a_page_run_one_after_another(name: str) -> None:
         exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
 
 
+def test_the_page_on_reports_compares_methods_on_a_network_of_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = python_of(ROOT / "docs/report.md")
+    exec(compile("\n" * (block.line - 1) + block.code, "report.md", "exec"), {"__name__": "page"})
+    assert main(["report", "runs/mine"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "least biased" in said or "no difference in bias" in said, said
+    assert "does not rank the methods" not in said
+
+
 def test_the_page_on_data_predicts_with_what_the_command_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

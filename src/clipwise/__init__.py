@@ -103,7 +103,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"clipwise.{_MODULES[name]}")
     if name not in _WHERE:
-        raise AttributeError(f"module 'clipwise' has no attribute {name!r}")
+        write = ": write clipwise.make_private(model, optimizer, data, loss=loss, …)" if name == "PrivacyEngine" else ""
+        raise AttributeError(f"module 'clipwise' has no attribute {name!r}{write}")
     value = getattr(importlib.import_module(f"clipwise.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

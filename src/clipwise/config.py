@@ -160,6 +160,21 @@ class CalibrateConfig(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictConfig(Output):
+    """Settings of ``clipwise predict``."""
+
+    run: tuple[str, ...] = option("the folder of a finished run", (), group="what", positional=True)
+    data: str | None = option(
+        "the file with the new rows, of the kind that the run was trained on; it needs no label", None, group="what"
+    )
+    keep: tuple[str, ...] = option(
+        "columns of the file to put in front of the predictions, such as a number by which rows are known",
+        (),
+        group="output",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportConfig(Output):
     """Settings of ``clipwise report``."""
 

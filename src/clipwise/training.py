@@ -35,7 +35,7 @@ from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
 from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
-from clipwise.types import InputError, Refused, fraction, nearest, whole
+from clipwise.types import InputError, Refused, fraction, instead, whole
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def train(
     for name in privacy:
         if name not in Privacy.__annotations__:
             known = {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"}
-            raise TypeError(f"train has no option {name!r}: {nearest(name, known)}")
+            raise TypeError(f"train has no option {name!r}: {instead(name, known)}")
     if evaluate is not None and not callable(evaluate):
         raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
     chosen = _optimizer(model, optimizer)

@@ -40,6 +40,11 @@ COMMANDS = {
         "Train the same model by several methods and compare accuracy and clipping bias.",
         "clipwise compare --data digits --epsilon 3 --epochs 20",
     ),
+    "predict": Command(
+        config.PredictConfig,
+        "Predict for new rows with a finished run's model, as a csv table on standard output.",
+        "clipwise predict runs/RUN --data new.csv > predictions.csv",
+    ),
     "report": Command(
         config.ReportConfig,
         "Write one page about finished runs: which method is less biased, and why.",

@@ -10,7 +10,8 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from clipwise import methods
 from clipwise.accounting import Ledger
+from clipwise.accounting.ledger import listed, totals
 from clipwise.audit import AuditPlan, Roc, Verdict, audit, coins, logistic_attack, registered, shadow_attack, watched
 from clipwise.audit.one_run import bound_of
 from clipwise.audit.verdict import WHOLE_RUNS, row
@@ -30,22 +32,29 @@ from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_th
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.data import Splits
-from clipwise.plain import as_json
+from clipwise.methods import Method
+from clipwise.plain import as_json, rounded_up
 from clipwise.private import Private
 from clipwise.records import device_of
-from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, write
-from clipwise.report.runs import unfinished, within
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, tensors_in, write
+from clipwise.report.runs import refuse_unfinished
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
 RECOUNT = "ledger"  # an audit that adds up and attacks nothing
 # of a statement; the steps are the run's own: the ledger may hold what was released before it, too
-NEEDED = ("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "releases", "method", "accountant")
+NEEDED = (
+    *("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "releases", "method", "accountant"),
+    *("entries", "spent_before"),
+)
 LABEL = 19  # characters of a method's name in the table, so that it fits into 80
 RETRAINED = (
     "A finished run cannot be audited after the fact: its method, noise and steps were audited on small problems, "
     "and its network was trained anew by the same method, noise and steps, with mislabelled test rows in its data."
+)
+IN_PYTHON = (
+    "a run made in Python keeps neither its model nor its data; clipwise.audit.watched audits it in your program"
 )
 
 
@@ -54,8 +63,9 @@ class _Finished:
     """What a run's folder says."""
 
     path: Path
-    settings: TrainConfig
+    settings: TrainConfig | None  # None for a run made in Python
     statement: dict[str, Any]
+    note: str = ""  # what its audit rests on
 
 
 def run(config: AuditConfig) -> str:
@@ -71,9 +81,12 @@ def run(config: AuditConfig) -> str:
     finished = _read(Path(config.run[0])) if config.run else None
     plan = _plan(config, finished)
     chosen = registered() if not config.method else tuple(methods.parse(text) for text in config.method)
+    again: _Again | None = None
     if finished is not None:
-        chosen = (methods.parse(finished.statement["method"]),)
-        use_threads(finished.settings)
+        own = _parsed(finished.statement["method"])
+        chosen = () if own is None else (own,)
+        again, note = _again(finished, plan, needed=bool(config.shadows))  # now: the attacks before it take minutes
+        finished = replace(finished, note=note)
     else:
         torch.set_num_threads(1)  # the problems are so small that a second thread only waits for the first
 
@@ -81,14 +94,14 @@ def run(config: AuditConfig) -> str:
         if not config.quiet:
             print(message, file=sys.stderr)
 
-    share = 1 if finished is None else 2  # a run's own rows take half of what the confidence leaves
-    rows = audit(chosen, replace(plan, confidence=1 - (1 - plan.confidence) / share), progress)
-    membership: dict[str, Roc] = {}
+    share = 1 if again is None else 2  # a run's own rows take half of what the confidence leaves
+    rows = audit(chosen, replace(plan, confidence=1 - (1 - plan.confidence) / share), progress) if chosen else []
     if finished is not None:
-        again = _Again(finished, plan)
+        rows = [_ledger(finished), *rows]
+    membership: dict[str, Roc] = {}
+    if finished is not None and again is not None:
         progress(f"the network of {finished.path}, trained anew with canaries")
-        more = again.one_run(config.canaries, 1 - (1 - plan.confidence) / share)
-        rows = [_ledger(finished), *rows, more]
+        rows.append(again.one_run(config.canaries, 1 - (1 - plan.confidence) / share))
         progress("membership inference")
         membership = again.membership(config.shadows, progress)
     values = _json(plan, rows, membership, finished)
@@ -126,54 +139,89 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:
 
 
 def _read(path: Path) -> _Finished:
-    if not (path / STATEMENT).is_file():
-        several = " or ".join(map(str, within(path)))
-        raise unfinished(
-            path, f"write one of its runs, {several}" if several else f"expected a folder with {STATEMENT}"
-        )
+    refuse_unfinished(path)
     try:
         statement = json.loads((path / STATEMENT).read_text())
         for name in NEEDED:
             statement[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
-    if not (path / SETTINGS).is_file():
-        raise InputError(
-            f"{path} has no {SETTINGS}: a run made in Python keeps neither its model nor its data, and an audit trains "
-            f"it anew; write clipwise audit --method '{statement['method']}', or clipwise.audit.watched in your program"
-        )
-    return _Finished(path, made(TrainConfig, from_toml(TrainConfig, path / SETTINGS)), statement)
+    settings = path / SETTINGS
+    known = made(TrainConfig, from_toml(TrainConfig, settings)) if settings.is_file() else None
+    return _Finished(path, known, statement)
 
 
 def _ledger(finished: _Finished) -> Verdict:
-    """Whether the statement's ε is what the ledger's releases cost."""
-    stated = finished.statement
+    """Whether the statement, for programs and for people, says what the ledger's releases are and cost."""
+    stated, text = finished.statement, finished.path / STATEMENT_TEXT
     with Ledger(finished.path / LEDGER) as ledger:
         spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
-    passed = releases == stated["releases"] and spent <= stated["epsilon"] * (1 + 1e-9)
-    return Verdict(
-        stated["method"], RECOUNT, stated["epsilon"], spent, spent, passed, f"{releases} releases, added up again"
-    )
+        kinds = _counts(listed(totals(ledger.entries).items()))
+    claim = f"({rounded_up(stated['epsilon'])}, {stated['delta']:g})-differentially private"
+    wrong = []
+    if releases != stated["releases"]:
+        wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
+    elif kinds != _counts([*stated["entries"], *stated["spent_before"]]):
+        wrong.append(f"the ledger's releases are of other kinds than {STATEMENT} says")
+    if spent > stated["epsilon"] * (1 + 1e-9):
+        wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")
+    if text.is_file() and not text.read_text(encoding="utf-8").startswith(claim):
+        wrong.append(f"{STATEMENT_TEXT} does not say {claim}, as {STATEMENT} does")
+    detail = "; ".join(wrong) or f"{releases} releases, added up again"
+    return Verdict(stated["method"], RECOUNT, stated["epsilon"], spent, spent, not wrong, detail)
+
+
+def _counts(entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many releases of each kind there are."""
+    found: Counter[str] = Counter()
+    for entry in entries:
+        found[json.dumps({**entry, "count": None}, sort_keys=True)] += entry["count"]
+    return found
+
+
+def _again(finished: _Finished, plan: AuditPlan, *, needed: bool) -> tuple[_Again | None, str]:
+    """What trains the run anew, and what its audit rests on; None where that cannot be done, unless it is needed."""
+    stated = finished.statement["method"]
+    try:
+        if _parsed(stated) is None:
+            raise InputError(f"its method {stated} is not clipwise's own")
+        if finished.settings is None:
+            raise InputError(IN_PYTHON)
+        return _Again(finished.path, finished.settings, stated, plan), RETRAINED
+    except InputError as error:
+        if needed:
+            raise InputError(f"--shadows trains the run anew, which cannot be done: {error}") from error
+        done = "" if _parsed(stated) is None else ", and its method, noise and steps were audited on small problems"
+        return None, f"The run's ledger was added up again{done}. Its network was not trained anew: {error}."
+
+
+def _parsed(method: str) -> Method | None:
+    """The method of a statement; None where it is the user's own."""
+    try:
+        return methods.parse(method)
+    except InputError:
+        return None
 
 
 class _Again:
     """The run's network, data, method, noise and steps once more."""
 
-    def __init__(self, finished: _Finished, plan: AuditPlan) -> None:
-        self._run, self._plan = finished, plan
-        self._all = splits_for(finished.settings, finished.settings.model or "")
-        self._splits = network(finished.settings, self._all).splits
+    def __init__(self, path: Path, settings: TrainConfig, method: str, plan: AuditPlan) -> None:
+        self._path, self._settings, self._method, self._plan = path, settings, method, plan
+        use_threads(settings)
+        self._all = splits_for(settings, settings.model or "")
+        self._splits = network(settings, self._all).splits
 
     def _private(self, data: tuple[Tensor, ...]) -> Private:
         """The network before training, on other rows at the same sampling rate."""
-        settings, plan = self._run.settings, self._plan
+        settings, plan = self._settings, self._plan
         start = network(settings, self._all)
         return make_private(
             start.model,
             optimizer_of(settings, [p for p in start.model.parameters() if p.requires_grad]),
             data,
             loss=loss_of(self._splits, settings.precision),
-            method=self._run.statement["method"],
+            method=self._method,
             noise_multiplier=plan.noise_multiplier,
             delta=plan.delta,
             steps=plan.steps,
@@ -199,15 +247,13 @@ class _Again:
         total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
         bound = bound_of(total, included.numpy(), delta=plan.delta, confidence=confidence)
         detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
-        return row(
-            methods.parse(self._run.statement["method"]), "one run (retrained)", private.epsilon(), bound, detail
-        )
+        return row(methods.parse(self._method), "one run (retrained)", private.epsilon(), bound, detail)
 
     def membership(self, shadows: int, progress: Callable[[str], None]) -> dict[str, Roc]:
         """Attacks on the run's own model: its training rows are members, its test rows are not."""
         members, others = self._splits.train.data, self._splits.test.data
-        model = network(self._run.settings, self._all).model
-        model.load_state_dict(torch.load(self._run.path / MODEL, weights_only=True, map_location="cpu"))
+        model = network(self._settings, self._all).model
+        model.load_state_dict(tensors_in(self._path / MODEL))
         found = {"logistic": logistic_attack(model, members, others)}
         if shadows:
             everybody = tuple(torch.cat(pair) for pair in zip(members, others, strict=True))
@@ -265,7 +311,7 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     if finished is not None:
         if len(membership) == 1:
             last.append(Text("for the likelihood-ratio attack, which trains more models, write --shadows 8"))
-        last += [Text(RETRAINED), Text(f"kept in {finished.path / AUDIT}, where clipwise report finds it")]
+        last += [Text(finished.note), Text(f"kept in {finished.path / AUDIT}, where clipwise report finds it")]
     failed = sum(not each.passed for each in rows)
     last.append(Text(f"{failed} of {len(rows)} claims are false" if failed else f"all {len(rows)} claims hold"))
     return rendered(table, Text(""), *last)
@@ -279,6 +325,8 @@ def _weak(row: Verdict) -> bool:
 def _labels(expressions: list[str]) -> dict[str, str]:
     """A short name for each method: its own, with the settings that tell it from others of that name, or a number."""
     found: dict[str, str] = {}
+    if any(_parsed(text) is None for text in expressions):  # a run of the user's own method: it stands alone
+        return {text: text if len(text) <= LABEL else f"{text[: LABEL - 1]}…" for text in expressions}
     made_of = {text: methods.parse(text) for text in dict.fromkeys(expressions)}
     for text, method in made_of.items():
         same = [other for other in made_of.values() if other.name == method.name]
@@ -306,7 +354,7 @@ def _json(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     if finished is not None:
         found |= {
             "run": str(finished.path),
-            "note": RETRAINED,
+            "note": finished.note,
             "membership": {name: roc.as_dict() for name, roc in membership.items()},
         }
     return as_json(found)

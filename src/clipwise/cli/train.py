@@ -66,6 +66,11 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     name, value = quality(last)
     over = "of" if name == "accuracy" else f"({ROOT_MEAN_SQUARE}) on"
     table.add_row(name, f"[bold]{value}[/] {over} {samples} evaluation samples")
+    if "baseline" in last:  # without it an accuracy says little where classes are unbalanced
+        same = f"{last['baseline']:.1%} by always saying the most frequent class"
+        if name == "error":
+            same = f"{last['baseline']:.4g} by always saying the mean of their labels"
+        table.add_row("baseline", same)
     table.add_row(
         "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
     )

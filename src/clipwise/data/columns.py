@@ -9,6 +9,7 @@ that no ε covers. So the user gives what is public about a column, or it gets a
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from clipwise.data.source import escaped, plain
 from clipwise.types import InputError, whole
 
+DAY = 24 * 60 * 60  # seconds
+
 
 class Cells(list[Any]):
     """A column: its cells, one per row, its name, and the line of the file that each row ends in."""
@@ -36,20 +39,25 @@ class Cells(list[Any]):
 class Range:
     """A number between two public ones: mapped to [−1, 1] by itself or by log(1 + v), and clipped to it.
 
-    ``missing`` are the words that stand where there is no number: 0, the middle, and a one-hot row behind it.
+    With ``dates`` cells are dates, and numbers are days. ``missing`` are the words that stand where there is none: 0,
+    the middle, and a one-hot row behind it.
     """
 
     low: float
     high: float
     log: bool = False
     missing: tuple[str, ...] = ()
+    dates: bool = False
 
     def __call__(self, cells: Cells) -> NDArray[np.float64]:
         """[n, 1 + number of words]."""
         absent = Values(self.missing)(cells)
         none = absent.sum(1) > 0
-        numbers = (self.low if gone else cell for gone, cell in zip(none, cells, strict=True))
-        known = _numbers(Cells(cells.name, numbers, cells.lines))
+        there = [(cell, line) for gone, cell, line in zip(none, cells, cells.lines, strict=True) if not gone]
+        known = np.full(len(cells), self.low)
+        known[~none] = (_days if self.dates else _numbers)(
+            Cells(cells.name, [cell for cell, _ in there], [line for _, line in there])
+        )
         values = np.array([self.low, self.high, *np.clip(known, self.low, self.high)])
         values = np.log1p(values) if self.log else values
         low, high = values[:2]
@@ -95,7 +103,7 @@ _RANGE = re.compile(r"(log\()?([^()]+?)\.\.([^()]+?)(\))?")
 
 
 def meaning(text: str) -> tuple[str, Meaning]:
-    """``age:17..90``, ``pay:log(0..500000)|NA``, ``sex:Female|Male``, ``country:#16`` or ``age`` → name and meaning."""
+    """``age:17..90``, ``born:1900-01-01..2020-12-31|``, ``sex:Female|Male``, ``town:#16`` or ``age``: what it means."""
     name, colon, said = text.partition(":")
     number, *missing = said.split("|")
     name, match = plain(name), _RANGE.fullmatch(number)
@@ -104,21 +112,23 @@ def meaning(text: str) -> tuple[str, Meaning]:
     if said.startswith("#"):
         return name, Buckets(_whole(name, said[1:]))
     if match and (match[1] is None) == (match[4] is None):
+        dates = not match[1] and all(is_date(limit) for limit in (match[2], match[3]))
         try:
-            low, high = float(match[2]), float(match[3])
+            low, high = (_day(limit) if dates else float(limit) for limit in (match[2], match[3]))
         except ValueError:
             low = high = np.nan
         words = tuple(map(plain, missing))
         if not (np.isfinite([low, high]).all() and low < high and (low > -1 or not match[1])):
             raise InputError(
-                f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {number!r}: write {name}:0..100"
+                f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {number!r}: write {name}:0..100, or "
+                f"{name}:2000-01-01..2030-12-31 for dates"
             )
         if len(set(words)) < len(words) or any(".." in each for each in words):
             raise InputError(
                 f"behind the range of {name} must stand what is written for a missing number, each once, got {said!r}: "
                 f"write '{name}:{number}|NA', or '{name}:{number}|' where cells are blank"
             )
-        return name, Range(low, high, log=bool(match[1]), missing=words)
+        return name, Range(low, high, log=bool(match[1]), missing=words, dates=dates)
     values = tuple(plain(value) for value in said.split("|"))
     if len(values) < 2 or len(set(values)) < len(values) or not all(values):
         raise InputError(
@@ -134,6 +144,39 @@ def is_number(cell: Any) -> bool:
         return math.isfinite(float(cell))
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+def is_date(cell: Any) -> bool:
+    """Whether a cell is a date, perhaps with a time, as ISO 8601 writes it: 2024-02-29 or 2024-02-29 13:30."""
+    try:
+        _day(cell)
+    except ValueError:
+        return False
+    return True
+
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d.*", re.DOTALL)
+
+
+def _day(cell: Any) -> float:
+    """The day's number, and with a time a part of it; ValueError where the cell is no date."""
+    if not isinstance(cell, str) or not _DATE.fullmatch(cell.strip()):
+        raise ValueError("no date")
+    moment = datetime.datetime.fromisoformat(cell.strip()).replace(tzinfo=None)
+    return (
+        moment.toordinal() + (moment - moment.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds() / DAY
+    )
+
+
+def _days(cells: Cells) -> NDArray[np.float64]:
+    """[n]; as with numbers, a cell that is no date is an error."""
+    for line, cell in zip(cells.lines, cells, strict=True):
+        if not is_date(cell):
+            raise InputError(
+                f"the column {cells.name} must hold dates such as 2024-02-29, got {word(cell)!r} in line {line}: write "
+                f"it so, or '{escaped(cells.name)}:FIRST..LAST|{escaped(word(cell))}' where a date is missing"
+            )
+    return np.array([_day(cell) for cell in cells])
 
 
 _WRITTEN_OTHERWISE = re.compile(r"[-+]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£]?")  # 0,5 or 1,234.5 or 12 % or $3

@@ -88,7 +88,7 @@ def warn_of_numbers(data: RowDataset) -> None:
 
 def _is_number(data: RowDataset, index: int) -> bool:
     """Whether a sample is its own number, alone or with one number more, such as a label."""
-    item = data.dataset[index] if isinstance(data, Samples) else data.rows(torch.tensor([index]))
+    item = data.dataset[index] if isinstance(data, Samples) else data.rows(torch.tensor([index], device="cpu"))
     columns = [column for _, column in labelled(item)]
     if len(columns) > 2 or not all(isinstance(column, (int, float, np.generic, Tensor)) for column in columns):
         return False

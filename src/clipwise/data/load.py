@@ -106,7 +106,7 @@ def _digits(source: Source) -> Splits:
 
 def _npz(source: Source) -> Splits:
     path = source.path
-    arrays = _read(path)
+    arrays = read_npz(path)
     for key in arrays:
         one_of(f"array in {path.name},", key, _KEYS)
     needed = _KEYS if "x_test" in arrays or "y_test" in arrays else _KEYS[:2]
@@ -118,7 +118,7 @@ def _npz(source: Source) -> Splits:
             )
     regression = source.word("task", "classes", ("classes", "regression")) == "regression"
     outputs = _targets if regression else _labels
-    x, y = _inputs("x", arrays["x"]), outputs("y", arrays["y"])
+    x, y = npz_inputs("x", arrays["x"]), outputs("y", arrays["y"])
     prepare: Prepare | None = images.pixels(source) if x.dtype == torch.uint8 else None
     if prepare is None and "scale" in source.options:
         raise InputError(f"scale is for pictures of dtype uint8, got x of {x.dtype}: leave scale out")
@@ -129,7 +129,7 @@ def _npz(source: Source) -> Splits:
     if len(needed) == 2:
         train, test = divided(source.text, x, y, prepare)
     else:
-        x_test, y_test = _inputs("x_test", arrays["x_test"]), outputs("y_test", arrays["y_test"])
+        x_test, y_test = npz_inputs("x_test", arrays["x_test"]), outputs("y_test", arrays["y_test"])
         if (len(x_test), *x.shape[1:]) != (len(y_test), *x_test.shape[1:]) or x_test.dtype != x.dtype:
             raise InputError(
                 f"x_test must be {x.dtype} of shape {[len(y_test), *x.shape[1:]]} to match x and y_test, "
@@ -149,7 +149,7 @@ def _npz(source: Source) -> Splits:
     return Splits(source.text, train, test, int(y.max()) + 1, tuple(x.shape[1:]))
 
 
-def _read(path: Path) -> dict[str, NDArray[np.generic]]:
+def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
     """Every array of the file; pickled objects, which could run code, are not read."""
     folder = path.parent.resolve()
     if not folder.is_dir():
@@ -173,7 +173,8 @@ def _read(path: Path) -> dict[str, NDArray[np.generic]]:
         ) from error
 
 
-def _inputs(name: str, array: NDArray[np.generic]) -> Tensor:
+def npz_inputs(name: str, array: NDArray[np.generic]) -> Tensor:
+    """An array of inputs: bytes as they are, other integers as int64, fractions as float32."""
     if array.ndim < 2 or not array.size:
         raise InputError(f"{name} must have rows of features, [rows, ...], got shape {list(array.shape)}")
     if array.dtype == np.uint8:
@@ -245,7 +246,7 @@ SETS = {
         name: _Set("DIR", published.table, _TEXT if "text=" in known.options else ())
         for name, known in published.PUBLISHED.items()
     },
-    "csv": _Set("PATH", tables.from_csv, (*_TABLE, "separator", "names")),
-    "jsonl": _Set("PATH", tables.from_jsonl, _TABLE),
+    "csv": _Set("PATH", tables.splits, (*_TABLE, "separator", "names")),
+    "jsonl": _Set("PATH", tables.splits, _TABLE),
     "npz": _Set("PATH", _npz, (*_IMAGES, "task")),
 }

@@ -11,8 +11,9 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_number, meaning, numeric, word
+from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_date, is_number, meaning, numeric, word
 from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, plain
 from clipwise.data.splits import Splits, divided
@@ -34,37 +35,33 @@ PACKED = {b"\x1f\x8b": "a gzip file: unpack it", b"PK": "a zip or Excel file: un
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def from_csv(source: Source) -> Splits:
-    """A csv or tsv file; ``separator`` and ``names`` (of the columns) where it has others, or no first line."""
+def splits(source: Source) -> Splits:
+    """A csv, tsv or jsonl file, and the one with its test part where ``test_file`` names it."""
+    files = [source.path]
+    if "test_file" in source.options:
+        files.append(Path(plain(source.options["test_file"])).expanduser())
+    return encoded(source, [read(source, file) for file in files])
+
+
+def read(source: Source, path: Path) -> Table:
+    """The columns of a file that is written as the source says."""
+    try:
+        return (_jsonl if source.name == "jsonl" else partial(_csv, source))(file_of(source, path))
+    except (OSError, UnicodeError, csv.Error) as error:
+        packed = isinstance(error, UnicodeError) and next(filter(path.read_bytes().startswith, PACKED), None)
+        got = PACKED[packed] if packed else f"{error}: write it anew"
+        raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
+
+
+def _csv(source: Source, path: Path) -> Table:
+    """``separator`` and ``names`` (of the columns) say where the file has others, or no first line."""
     names = [plain(name) for name in source.listed("names")]
-    tabs = source.path.suffix == ".tsv"
+    tabs = path.suffix == ".tsv"
     given = source.options.get("separator", "tab" if tabs else "comma")
     separator = SEPARATORS.get(given, plain(given))
     if len(separator) != 1:
         raise InputError(f"separator must be one sign or {', '.join(SEPARATORS)}, got {given!r}: write separator=;")
-    return _splits(
-        source, lambda path: read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs)
-    )
-
-
-def from_jsonl(source: Source) -> Splits:
-    """A file with one JSON object per line; its keys are the columns."""
-    return _splits(source, _jsonl)
-
-
-def _splits(source: Source, read: Callable[[Path], Table]) -> Splits:
-    def table(path: Path) -> Table:
-        try:
-            return read(file_of(source, path))
-        except (OSError, UnicodeError, csv.Error) as error:
-            packed = isinstance(error, UnicodeError) and next(filter(path.read_bytes().startswith, PACKED), None)
-            got = PACKED[packed] if packed else f"{error}: write it anew"
-            raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
-
-    tables = [table(source.path)]
-    if "test_file" in source.options:
-        tables.append(table(Path(plain(source.options["test_file"])).expanduser()))
-    return encoded(source, tables)
+    return read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs)
 
 
 def read_csv(path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool = True) -> Table:
@@ -125,7 +122,7 @@ def _jsonl(path: Path) -> Table:
 
 
 @dataclass(frozen=True)
-class _Said:
+class Said:
     """What the source's options say: the label's column and what it means, and the columns that are inputs."""
 
     name: str
@@ -136,19 +133,12 @@ class _Said:
 
 def encoded(source: Source, tables: Sequence[Table]) -> Splits:
     """A training part, and a test part if there is one, as the source's options say what their columns mean."""
-    said = _said(source, tables[0])
-    vocabulary, tokens = sizes(source)
+    said = said_of(source, tables[0])
     parts: list[tuple[Tensor, Tensor]] = []
     for table in tables:
         y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
         _refuse_words(source, table, said.columns)
-        inputs = [_column(source, table, column) for column in said.text or said.columns]
-        if said.text:
-            x = tokenised(zip(*([word(cell) for cell in cells] for cells in inputs), strict=True), vocabulary, tokens)
-        else:
-            columns = [as_said(cells) for as_said, cells in zip(said.columns.values(), inputs, strict=True)]
-            x = torch.from_numpy(np.concatenate(columns, 1).astype(np.float32))
-        parts.append((x, y))
+        parts.append((inputs(source, said, table), y))
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
     _warn_of_bare(said.columns)
     label = said.label
@@ -160,12 +150,22 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
         classes,
         tuple(parts[0][0].shape[1:]),
         task="classes" if isinstance(label, Values) else "regression",
-        vocabulary=vocabulary if said.text else None,
+        vocabulary=sizes(source)[0] if said.text else None,
         unit=unit,
     )
 
 
-def _said(source: Source, table: Table) -> _Said:
+def inputs(source: Source, said: Said, table: Table) -> Tensor:
+    """[n, …]: tokens or numbers, every row by itself."""
+    found = [_column(source, table, column) for column in said.text or said.columns]
+    if said.text:
+        return tokenised(zip(*([word(cell) for cell in cells] for cells in found), strict=True), *sizes(source))
+    columns = [as_said(cells) for as_said, cells in zip(said.columns.values(), found, strict=True)]
+    return torch.from_numpy(np.concatenate(columns, 1).astype(np.float32))
+
+
+def said_of(source: Source, table: Table) -> Said:
+    """What the options say; where they name no columns, all of the table's but the label are inputs."""
     if "label" not in source.options:
         if _headless(source, table):
             raise InputError(f"{source.name} needs to know the label's column: {_HEADLESS}")
@@ -174,7 +174,9 @@ def _said(source: Source, table: Table) -> _Said:
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
-    several = isinstance(label, Range) and (label.log or label.missing)  # an error has one unit, of numbers alone
+    several = isinstance(label, Range) and (
+        label.log or label.missing or label.dates
+    )  # an error has one unit, of numbers alone
     if not isinstance(label, Range | Values) or several:
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
@@ -190,7 +192,7 @@ def _said(source: Source, table: Table) -> _Said:
         raise InputError(
             f"the label {name} must not be among the inputs, got it in text or columns: leave it out there"
         )
-    return _Said(name, label, text, columns)
+    return Said(name, label, text, columns)
 
 
 def _warn_of_bare(columns: Mapping[str, Meaning]) -> None:
@@ -210,11 +212,25 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = bare[words[0]]
-        line = source.with_options(columns=",".join(f"{item}:#16" if plain(item) in words else item for item in items))
-        raise InputError(
-            f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write {line} "
-            f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with the values that you know it has"
+        meant = {escaped(name): _dates(bare[name]) or "#16" for name in words}
+        items = [f"{item}:{meant[name]}" if (name := escaped(plain(item))) in meant else item for item in items]
+        how = (
+            "with the first and the last day that you know it can hold"
+            if _dates(first)
+            else f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with those that you know it has"
         )
+        raise InputError(
+            f"the column {words[0]} must hold numbers, got {word(first[0])!r} in line {first.lines[0]}: write "
+            f"{source.with_options(columns=','.join(items))} {how}; leave out what says nothing, such as a name or a "
+            "number by which a row is known"
+        )
+
+
+def _dates(cells: Cells) -> str:
+    """What a column of dates is until somebody says more, from no cell's date; nothing for another column."""
+    blank = [cell for cell in cells if word(cell) == ""]
+    dates = len(blank) < len(cells) and all(is_date(cell) or word(cell) == "" for cell in cells)
+    return f"1900-01-01..2100-01-01{'|' if blank else ''}" if dates else ""
 
 
 def _labels(label: Range | Values, cells: Cells) -> Tensor:
@@ -237,6 +253,8 @@ def _column(source: Source, table: Table, column: str) -> Cells:
         if _headless(source, table) and not separator:
             raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
         hint = f"write {separator}" if separator else nearest(column, table)
+        if "|" in source.options.get("columns", "") and column in source.listed("columns"):
+            hint += "; a comma within a value is written %2C"
         raise InputError(f"{source.name} has no column {column!r}: {hint}")
     return table[column]
 

@@ -280,6 +280,8 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
             if not same_losses(before[same], losses[same]):
                 name = culprit(model, loss, (batch, same), (changed, same), seed)
                 write = "replace it by a module that treats samples one by one (nn.GroupNorm, nn.LayerNorm)"
+                if name.startswith(BEFORE):
+                    write = "leave it out there (mixup, cutmix, a mean of the batch), or mix each with public samples"
                 if name == "the loss":
                     write = "look at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
                 raise Refused(
@@ -378,6 +380,7 @@ def same_losses(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
+BEFORE = "what is computed before"
 Some = tuple[Batch, Any]  # rows, and the index of those to look at
 
 
@@ -388,7 +391,7 @@ def culprit(model: nn.Module, loss: Loss, one: Some, other: Some, seed: int = 0,
     def watch(name: str, rows: int, index: Any, into: list[tuple[str, Tensor]]) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             place = f"{name or 'the model'} ({type(module).__name__})"
-            for who, given in ((f"what is computed before {place}", inputs), (place, output)):
+            for who, given in ((f"{BEFORE} {place}", inputs), (place, output)):
                 into.extend(
                     (who, t.detach()[index])
                     for t in tensors(given)

@@ -19,8 +19,8 @@ from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
 OWN = (
-    "Each run had gradients of its own, so this does not rank the methods: clipwise compare asks them all about the "
-    "same gradients."
+    "Each run had gradients of its own, so this does not rank the methods: clipwise compare, or in Python a Monitor "
+    "with all of them, asks them about the same gradients."
 )
 MANY = 10  # evaluation samples of a class: fewer may be missed by chance
 NEAR = 0.05  # of bias: who is nearer than that to the least is named beside it

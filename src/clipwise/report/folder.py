@@ -78,12 +78,8 @@ class RunFolder:
         return self.load(CHECKPOINT)
 
     def load(self, name: str) -> dict[str, Any]:
-        """Read what ``save`` wrote, to the CPU: the machine that reads it may have no GPU."""
-        try:
-            found: dict[str, Any] = torch.load(self.path / name, weights_only=True, map_location="cpu")
-        except Exception as error:
-            raise InputError(f"cannot read {self.path / name} ({type(error).__name__}: {error})") from error
-        return found
+        """Read what ``save`` wrote."""
+        return tensors_in(self.path / name)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every measurement so far."""
@@ -115,6 +111,15 @@ class RunFolder:
                 file.write(as_json(row, indent=None))
         except OSError as error:
             raise _unwritten(place, error, AND_RESUME) from error
+
+
+def tensors_in(place: Path) -> dict[str, Any]:
+    """Tensors and plain values from a file, to the CPU: the machine that reads it may have no GPU."""
+    try:
+        found: dict[str, Any] = torch.load(place, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise InputError(f"cannot read {place} ({type(error).__name__}: {error})") from error
+    return found
 
 
 def lines(place: Path) -> list[dict[str, Any]]:

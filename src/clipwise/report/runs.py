@@ -89,6 +89,15 @@ def unfinished(path: Path, expected: str) -> InputError:
     return InputError(f"there is no finished run in {path}: {hint}")
 
 
+def refuse_unfinished(path: Path) -> None:
+    """Refuse a folder that is not that of one finished run."""
+    if not (path / STATEMENT).is_file():
+        several = " or ".join(map(str, within(path)))
+        raise unfinished(
+            path, f"write one of its runs, {several}" if several else f"expected a folder with {STATEMENT}"
+        )
+
+
 def resuming(run: Path) -> str:
     """The command that goes on with this run, or with the comparison that it is a part of."""
     parent = run.parent

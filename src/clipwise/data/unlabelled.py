@@ -1,0 +1,87 @@
+"""Rows to predict for: prepared as the rows that a run was trained on, and perhaps without labels.
+
+Receives: the text of a run's data, and a file of the same kind.
+Gives: Unlabelled: the inputs, what the run's outputs mean, and the file's columns by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipwise.data import images, tables
+from clipwise.data.columns import Range, Values
+from clipwise.data.load import load, npz_inputs, read_npz
+from clipwise.data.source import Source, parsed
+from clipwise.data.text import sizes
+from clipwise.types import InputError
+
+
+@dataclass(frozen=True)
+class Unlabelled:
+    """Inputs that a run's model takes, and how to read its outputs."""
+
+    x: Tensor
+    label: Range | Values  # the classes, or the range of a regression's numbers
+    vocabulary: int | None = None  # of tokens, where it is known
+    columns: Mapping[str, Sequence[Any]] | None = None  # of a table, as they stand in the file
+
+
+def unlabelled(text: str, file: str) -> Unlabelled:
+    """The rows of ``file``, prepared as ``text``, a run's data, says; the label's column is not needed, nor read."""
+    source = parsed(text)
+    if source.name not in ("csv", "jsonl", "npz"):
+        raise InputError(
+            f"new rows are read for runs on a csv, jsonl or npz file, got one on {source.name}: build its model in "
+            "Python and load its model.pt"
+        )
+    if "?" in file:
+        raise InputError(f"expected a file, got {file!r} with options: leave them out, they are those of the run")
+    path = Path(file.removeprefix(f"{source.name}:")).expanduser()
+    return _of_arrays(source, path) if source.name == "npz" else _of_table(source, path)
+
+
+def _of_table(source: Source, path: Path) -> Unlabelled:
+    table = tables.read(source, path)
+    named = "columns" in source.options or "text" in source.options
+    said = tables.said_of(source, table if named else _trained_on(source))
+    for column in said.text or said.columns:
+        if column not in table:
+            raise InputError(
+                f"{path} must have every column that the run was trained on, got no {column!r} among "
+                f"{', '.join(table)}: add it, or give it this name"
+            )
+    vocabulary = sizes(source)[0] if said.text else None
+    return Unlabelled(tables.inputs(source, said, table), said.label, vocabulary, table)
+
+
+def _trained_on(source: Source) -> tables.Table:
+    """The table of the run itself: where nobody named the columns, their order is known from it alone."""
+    if not source.path.is_file():
+        raise InputError(
+            f"the run took all columns of {source.path}, which is not there, so that nobody knows which: put it back, "
+            "or train with columns=…"
+        )
+    return tables.read(source, source.path)
+
+
+def _of_arrays(source: Source, path: Path) -> Unlabelled:
+    arrays = read_npz(path)
+    if "x" not in arrays:
+        raise InputError(f"{path} must hold x, got {', '.join(arrays) or 'no arrays'}: write numpy.savez(path, x=x)")
+    x, known = npz_inputs("x", arrays["x"]), load(source.text)  # how many classes there are is known from it alone
+    kind = npz_inputs("x", read_npz(source.path)["x"]).dtype  # bytes, tokens or fractions, before they are prepared
+    if (x.dtype, tuple(x.shape[1:])) != (kind, known.shape):
+        raise InputError(
+            f"x must be of {kind} with rows of shape {list(known.shape)}, as the run was trained on, got {x.dtype} "
+            f"with {list(x.shape[1:])}"
+        )
+    if kind == torch.uint8:
+        x, _ = images.pixels(source)((x, None))
+    numbers = known.task == "regression"
+    return Unlabelled(x, Range(-1, 1) if numbers else Values(tuple(map(str, range(known.classes)))))
