@@ -92,7 +92,7 @@ def _is_number(data: RowDataset, index: int) -> bool:
     columns = [column for _, column in labelled(item)]
     if len(columns) > 2 or not all(isinstance(column, (int, float, np.generic, Tensor)) for column in columns):
         return False
-    first, *others = map(torch.as_tensor, columns)
+    first, *others = (torch.as_tensor(column, device="cpu") for column in columns)
     whole = not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
     return whole and all(column.numel() == 1 for column in (first, *others)) and int(first) == index
 
