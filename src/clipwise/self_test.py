@@ -167,7 +167,7 @@ def _look(passes: Passes, method: Method, places: Tensor, order: Tensor, reading
 
 def _rows_of(samples: Tensor, count: int) -> Tensor:
     """The rows of these samples, where each has ``count`` of them."""
-    return (count * samples[:, None] + torch.arange(count)).flatten()
+    return (count * samples[:, None] + torch.arange(count, device="cpu")).flatten()
 
 
 def _refuse_company(
