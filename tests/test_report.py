@@ -697,7 +697,7 @@ def test_a_terminal_shows_epsilon_clipped_share_loss_and_the_time_left_unless_qu
     words = ["train", "--data", data(base), "--model", "mlp(hidden=8)", *FAST[:-1], "--steps", "40"]
     frames, out = on_a_terminal([*words, "--evaluate-every", "5"], tmp_path)
     assert frames[0] == "now aloud" and out.startswith("now aloud\n"), "the quiet run says nothing"
-    known = re.compile(r"flat +\S+ +\d+/40 ε \d+\.\d\d, clipped \d+%, loss [\d.]+, accuracy [\d.]+% (--:--|\d\d:\d\d)")
+    known = re.compile(r"flat +\S+ +\d+/40 ε \d+\.\d+, clipped \d+%, loss [\d.]+, accuracy [\d.]+% (--:--|\d\d:\d\d)")
     assert any(known.fullmatch(frame.strip()) for frame in frames), frames
     assert all(len(frame) <= 100 for frame in frames)
     assert out.splitlines()[1].startswith("method ") and out.splitlines()[-2] == "written to  loud"
