@@ -4,21 +4,19 @@ Receives: what a release asks of a stream.
 Gives: noise that is its own scale; how many normals were asked for, and whether they would be rounded.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from clipwise.randomness import SeededStream
-
-Take = Callable[[slice, NDArray[np.float64]], None]
 
 
 class Ones(SeededStream):
     """A stream whose noise is its own scale, and so has its root mean square length in every draw."""
 
-    def _draw(self, count: int, narrow: bool, take: Take) -> None:
-        take(slice(0, count), np.ones(count))
+    def _normals(self, count: int, narrow: bool) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(0, count), torch.ones(count, dtype=torch.float64)
 
 
 class Noting(SeededStream):
@@ -28,6 +26,6 @@ class Noting(SeededStream):
         super().__init__(seed)
         self.drawn: list[tuple[int, bool]] = []
 
-    def _draw(self, count: int, narrow: bool, take: Take) -> None:
+    def _normals(self, count: int, narrow: bool) -> Iterator[tuple[slice, Tensor]]:
         self.drawn.append((count, narrow))
-        super()._draw(count, narrow, take)
+        return super()._normals(count, narrow)

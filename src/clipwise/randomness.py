@@ -8,14 +8,12 @@ Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,11 +25,9 @@ from torch import Tensor
 from clipwise import gpu_noise
 from clipwise.types import whole
 
-_BLOCK = 1 << 17  # words per key, a megabyte: passes stay in the cache and seldom meet at the interpreter's lock
-_ZEROS = memoryview(bytes(8 * _BLOCK))
+_BLOCK = 1 << 17  # numbers per key: passes stay in the cache, and are long enough for PyTorch's threads
+_ZEROS = memoryview(bytes(16 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
-_THREADS = 8  # at most: between their passes threads wait for the interpreter's lock
-_EACH = 32  # blocks for each thread, two million normals: with fewer, PyTorch's own spinning threads cost more
 
 
 class Stream(Protocol):
@@ -73,93 +69,44 @@ def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
 
 
-def _pieces(count: int, size: int) -> Iterator[slice]:
-    """0 to ``count`` in pieces of at most that size."""
-    return (slice(at, min(at + size, count)) for at in range(0, count, size))
-
-
-def _one_draw(count: int, start: tuple[bytes, bytes]) -> NDArray[np.float64]:
-    """Half a block of normals at most, each from one Box–Muller draw: five 32-bit words make two.
-
-    r = √(−2 ln u) with u = word · 2⁻⁶³ + (more + ½) · 2⁻⁹⁵, which is never 0.
-    """
-    half = (count + 1) // 2
-    room = np.empty(20 * half, np.uint8)
-    keystream(*start, room.data)
-    word, turn = room[: 16 * half].view(np.int64).reshape(2, half)
-    word &= (1 << 63) - 1
-    waves = np.empty((2, half))  # radius and angle become r cos θ and r sin θ
-    radius, angle = waves
-    np.multiply(word, 2.0**-63, out=angle)
-    np.multiply(room[16 * half :].view(np.uint32), 2.0**-95, out=radius)
-    radius += 2.0**-96
-    radius += angle
-    _log(radius)
-    radius *= -2
-    np.sqrt(radius, out=radius)
-    np.multiply(turn, 2 * math.pi * 2.0**-64, out=angle)
-    _to_waves(radius, angle)
-    return waves.reshape(-1)[:count]
-
-
-def _words(count: int, key: bytes, nonce: bytes) -> NDArray[np.int64]:
-    """At most one block of the keystream as signed 64-bit words."""
+def _words(count: int, start: tuple[bytes, bytes]) -> NDArray[np.int64]:
+    """So many 64-bit words of the keystream, a block at most."""
     words = np.empty(count, np.int64)
-    keystream(key, nonce, words.data.cast("B"))
+    keystream(*start, words.data.cast("B"))
     return words
 
 
-def _two_draws(count: int, start: tuple[bytes, bytes]) -> NDArray[np.float64]:
-    """Half a block of normals at most: (z + z′)/√2 with z and z′ from two Box–Muller pairs."""
-    half = (count + 1) // 2
-    waves = np.empty((2, 2, half))  # [pair, radius or angle, output]
-    for one, u, v in zip(waves, *_words(4 * half, *start).reshape(2, 2, half), strict=True):
-        # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0: the logarithm is finite
-        u |= ~_MASK
-        radius, angle = one
-        np.multiply(u, -(2.0**-53), out=radius)
-        _log(radius)
-        np.negative(radius, out=radius)
-        np.sqrt(radius, out=radius)
-        np.multiply(v, 2 * math.pi * 2.0**-64, out=angle)  # from all bits of the word, −π to π
-        _to_waves(radius, angle)
-    return np.add(*waves).reshape(-1)[:count]
+def _one_draw(words: NDArray[np.int32], room: Tensor) -> Tensor:
+    """Normals that are one Box–Muller draw each: five 32-bit words make two.
+
+    r = √(−2 ln u) with u = word · 2⁻⁶³ + (more + ½) · 2⁻⁹⁵, which is never 0.
+    """
+    half = len(words) // 5
+    word, turn = words[: 4 * half].view(np.int64).reshape(2, half)
+    radius, angle, waves = room[0], room[1], room[2:]
+    np.multiply(words[4 * half :].view(np.uint32), 2.0**-95, out=radius.numpy())
+    radius += 2.0**-96
+    radius += angle.copy_(torch.from_numpy(word).bitwise_and_((1 << 63) - 1)).mul_(2.0**-63)
+    radius.log_().mul_(-2).sqrt_()
+    return _turned(radius, angle.copy_(torch.from_numpy(turn)), waves).view(-1)
 
 
-@functools.cache
-def _fast(name: str) -> bool:
-    """Whether this function of NumPy takes several float64 at a time, as with AVX-512; it says so since 2.1."""
-    try:
-        from numpy.lib.introspect import opt_func_info
-    except ImportError:
-        return False
-    found = opt_func_info(func_name=f"^{name}$", signature="float64").get(name, {})
-    return any(not kind["current"].startswith("baseline") for kind in found.values())
+def _two_draws(words: NDArray[np.int32], room: Tensor) -> Tensor:
+    """Normals (z + z′)/√2, with z and z′ from two Box–Muller pairs: eight 32-bit words make two."""
+    word, turn = words.view(np.int64).reshape(2, 2, -1)  # [pair, output]
+    radius, angle, waves = room[:2], room[2:4], room[4:].view(2, 2, -1)
+    # r/√2 = √(−ln(1 − u)), where u = (word & MASK)·2⁻⁵³: 1 − u is exact and never 0, so that the logarithm is finite
+    radius.copy_(torch.from_numpy(word).bitwise_or_(~_MASK)).mul_(-(2.0**-53)).log_().neg_().sqrt_()
+    _turned(radius, angle.copy_(torch.from_numpy(turn)), waves)
+    return torch.add(waves[:, 0], waves[:, 1], out=radius).view(-1)
 
 
-def _log(values: NDArray[np.float64]) -> None:
-    """In place, by PyTorch where that is faster: there are so few that it starts no threads of its own for them."""
-    if _fast("log"):
-        np.log(values, out=values)
-    else:
-        torch.from_numpy(values).log_()
-
-
-def _to_waves(radius: NDArray[np.float64], angle: NDArray[np.float64]) -> None:
-    """r cos θ over the radius, r sin θ over the angle."""
-    if _fast("tan"):  # with t = tan(θ/2) they are r (1 − t²)/(1 + t²) and r 2t/(1 + t²)
-        angle *= 0.5
-        t = np.tan(angle, out=angle)
-        square = t * t
-        radius /= square + 1
-        t *= radius
-        t *= 2
-        radius *= np.subtract(1, square, out=square)
-    else:
-        cosine = torch.from_numpy(angle).cos().numpy()
-        torch.from_numpy(angle).sin_()
-        angle *= radius
-        radius *= cosine
+def _turned(radius: Tensor, turn: Tensor, waves: Tensor) -> Tensor:
+    """r cos θ and r sin θ over ``waves``, where all bits of a word are the angle, −π to π. Overwrites ``turn``."""
+    angle = turn.mul_(2 * math.pi * 2.0**-64)
+    torch.cos(angle, out=waves[0])
+    torch.sin(angle, out=waves[1])
+    return waves.mul_(radius)
 
 
 class _ChaCha20(ABC):
@@ -175,23 +122,33 @@ class _ChaCha20(ABC):
     def uniform(self, count: int) -> Tensor:
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
         out = np.empty(whole("count", count, least=0))
-        for piece in _pieces(count, _BLOCK):
-            np.multiply(_words(len(out[piece]), *self._next(use=0)) & _MASK, 2.0**-53, out=out[piece])
+        for piece in _pieces(count):
+            np.multiply(_words(len(out[piece]), self._next(use=0)) & _MASK, 2.0**-53, out=out[piece])
         return torch.from_numpy(out)
 
     def seed(self) -> int:
         """63 bits, for generators that are no streams."""
-        return int(_words(1, *self._next(use=3))[0]) & ((1 << 63) - 1)
+        return int(_words(1, self._next(use=3))[0]) & ((1 << 63) - 1)
 
     def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
         """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32."""
-        out = np.empty(math.prod(shape))
-
-        def keep(piece: slice, normals: NDArray[np.float64]) -> None:
+        out = torch.empty(math.prod(shape), dtype=torch.float64, device="cpu")
+        for piece, normals in self._normals(len(out), narrow):
             out[piece] = normals
+        return out.view(tuple(shape))
 
-        self._draw(len(out), narrow, keep)
-        return torch.from_numpy(out).view(tuple(shape))
+    def _normals(self, count: int, narrow: bool) -> Iterator[tuple[slice, Tensor]]:
+        """So many standard normals, a block at a time with its place; the next one takes its memory."""
+        draw, each, rows = (_one_draw, 5, 4) if narrow else (_two_draws, 8, 8)
+        most = (min(count, _BLOCK) + 1) // 2
+        # one memory for all blocks: a fresh one would have to be mapped page by page
+        words, room = np.empty(each * most, np.int32), torch.empty(rows * most, dtype=torch.float64, device="cpu")
+        for piece in _pieces(count):
+            size = piece.stop - piece.start
+            half = (size + 1) // 2
+            own = words[: each * half]
+            keystream(*self._next(use=1), own.data.cast("B"))
+            yield piece, draw(own, room[: rows * half].view(rows, half))[:size]
 
     def noisy_all(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
@@ -224,35 +181,18 @@ class _ChaCha20(ABC):
         out = torch.empty_like(row, dtype=dtype)
         sizes = [value.numel() for value in values]
         ends = list(itertools.accumulate(sizes))
-
-        def add(piece: slice, normals: NDArray[np.float64]) -> None:
+        for piece, noise in self._normals(len(row), dtype != torch.float64):
             for scale, size, end in zip(scales, sizes, ends, strict=True):
                 if end - size < piece.stop and piece.start < end:
-                    normals[max(end - size - piece.start, 0) : end - piece.start] *= scale
-            # in halves, which are so short that PyTorch starts no threads of its own for them
-            halves = (each.chunk(2) for each in (row[piece], torch.from_numpy(normals), out[piece]))
-            for value, noise, noisy in zip(*halves, strict=True):
-                noise += value.double()
-                noisy.copy_(noise if divisor == 1 else noise.div_(divisor))
-
-        self._draw(len(row), dtype != torch.float64, add)
+                    noise[max(end - size - piece.start, 0) : end - piece.start] *= scale
+            noise += row[piece]
+            out[piece] = noise if divisor == 1 else noise.div_(divisor)
         return [noisy.view(v.shape).to(v.device) for v, noisy in zip(values, out.split(sizes), strict=True)]
 
-    def _draw(self, count: int, narrow: bool, take: Callable[[slice, NDArray[np.float64]], None]) -> None:
-        """Give ``take`` so many standard normals, a block at a time with its place; many in threads, as PyTorch has."""
-        draw, pieces = _one_draw if narrow else _two_draws, list(_pieces(count, _BLOCK // 2))
-        starts = [self._next(use=1) for _ in pieces]  # in order, whichever thread comes to them
 
-        def one(piece: slice, start: tuple[bytes, bytes]) -> None:
-            take(piece, draw(piece.stop - piece.start, start))
-
-        threads = min(torch.get_num_threads(), _THREADS, len(pieces) // _EACH)
-        if threads > 1:
-            with ThreadPoolExecutor(threads) as pool:  # none is left behind, which a fork would miss
-                list(pool.map(one, pieces, starts))
-        else:
-            for piece, start in zip(pieces, starts, strict=True):
-                one(piece, start)
+def _pieces(count: int) -> Iterator[slice]:
+    """0 to ``count``, a block at a time."""
+    return (slice(at, min(at + _BLOCK, count)) for at in range(0, count, _BLOCK))
 
 
 class SecureStream(_ChaCha20):
