@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 import clipwise as cw
 from clipwise import refusals, start
 from clipwise.data import as_dataset
+from clipwise.diagnostics.quality import quality
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
@@ -183,4 +184,6 @@ def test_a_default_device_may_be_another_than_the_model_s(method: str, tensors: 
         private = begun(model, data, method=method)
         for batch in private.batches():
             private.step(batch)
+        if tensors:
+            assert torch.equal(private.data[3][0], X[3]) and quality(model, private.data)["loss"] > 0
     assert private.steps_taken == 2 and all(bool(p.isfinite().all()) for p in model.parameters())
