@@ -181,7 +181,7 @@ def test_a_default_device_may_be_another_than_the_model_s(method: str, tensors: 
     model = net()
     data: Any = (X, Y) if tensors else Subset(list(zip(X, Y, strict=True)), range(40))  # type: ignore[arg-type]
     with torch.device("meta"):  # whatever is computed with one of its tensors is an error
-        private = begun(model, data, method=method)
+        private = begun(model, data, method=method, post="low_pass")
         for batch in private.batches():
             private.step(batch)
         if tensors:
