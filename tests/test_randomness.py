@@ -276,3 +276,9 @@ def test_noise_is_added_a_block_at_a_time_to_tensors_that_begin_and_end_anywhere
     noise = SeededStream(6).normal([sum(value.numel() for value in values)], narrow=True)
     for value, scale, own, noisy in zip(values, scales, noise.split([v.numel() for v in values]), found, strict=True):
         assert torch.equal(noisy, ((value.double() + scale * own.view(value.shape)) / 7.0).float())
+
+
+def test_noisy_values_hold_no_graph_by_which_the_bare_ones_could_be_found() -> None:
+    value = torch.ones(3, requires_grad=True)
+    (noisy,) = SecureStream().noisy_all([2 * value], [1.0])
+    assert not noisy.requires_grad and noisy.grad_fn is None

@@ -17,6 +17,7 @@ from torch.utils.data import Subset
 import clipwise as cw
 from clipwise import refusals, start
 from clipwise.data import as_dataset
+from clipwise.diagnostics.quality import quality
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(1))
@@ -180,7 +181,9 @@ def test_a_default_device_may_be_another_than_the_model_s(method: str, tensors: 
     model = net()
     data: Any = (X, Y) if tensors else Subset(list(zip(X, Y, strict=True)), range(40))  # type: ignore[arg-type]
     with torch.device("meta"):  # whatever is computed with one of its tensors is an error
-        private = begun(model, data, method=method)
+        private = begun(model, data, method=method, post="low_pass")
         for batch in private.batches():
             private.step(batch)
+        if tensors:
+            assert torch.equal(private.data[3][0], X[3]) and quality(model, private.data)["loss"] > 0
     assert private.steps_taken == 2 and all(bool(p.isfinite().all()) for p in model.parameters())

@@ -508,3 +508,34 @@ def test_numbers_beside_rows_and_other_whole_numbers_are_not_warned_of(data: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warn_of_numbers(as_dataset(data))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [np.str_("a text"), np.bytes_(b"a text"), np.datetime64("2024-02-29"), np.timedelta64(5, "D"), 2**70, 1j],
+    ids=lambda first: type(first).__name__,
+)
+def test_samples_of_which_torch_makes_no_tensor_are_no_numbers_of_rows(first: Any) -> None:
+    """A collate function makes them so: whoever asks for numbers may not stumble over them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warn_of_numbers(as_dataset(Made(ROWS, lambda _: first), lambda items: X[: len(items)]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_a_model_with_a_sparse_buffer_is_trained(sparse: Callable[[Tensor], Tensor]) -> None:
+    class Mixed(nn.Module):
+        """A layer of a row times a sparse matrix, which is as wide as the row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Buffer(sparse(torch.rand(8, 8).sub(0.5).relu()))
+            self.last = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((self.matrix @ x.T).T)
+
+    private = private_for(Mixed(), (WIDE, torch.arange(30) % 3), batch=10)
+    for batch in private.batches():
+        private.step(batch)

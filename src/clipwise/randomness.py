@@ -177,7 +177,7 @@ class _ChaCha20(ABC):
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float, dtype: torch.dtype
     ) -> list[Tensor]:
         """On the CPU, all in a row and a block at a time: its normals are added while they lie in the cache."""
-        row = torch.cat([value.to("cpu").flatten() for value in values])
+        row = torch.cat([value.detach().to("cpu").flatten() for value in values])  # a graph would keep the bare value
         out = torch.empty_like(row, dtype=dtype)
         sizes = [value.numel() for value in values]
         ends = list(itertools.accumulate(sizes))

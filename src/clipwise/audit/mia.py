@@ -82,8 +82,8 @@ def logistic_attack(
     parts = [_features(logits(model, inputs), labels.cpu()) for inputs, labels in (members, others)]
     x = torch.cat(parts)
     x = (x - x.mean(0)) / x.std(0).clamp(min=1e-12)
-    member = torch.cat([torch.ones(len(parts[0])), torch.zeros(len(parts[1]))]).double()
-    fitted = torch.cat([torch.arange(len(part)) % 2 == 0 for part in parts])
+    member = torch.arange(len(parts[0]) + len(parts[1]), device="cpu").lt(len(parts[0])).double()
+    fitted = torch.cat([torch.arange(len(part), device="cpu") % 2 == 0 for part in parts])
     score = (x @ _fit(x[fitted], member[fitted])).numpy()
     return roc(score[(~fitted & (member == 1)).numpy()], score[(~fitted & (member == 0)).numpy()], confidence)
 
@@ -97,11 +97,11 @@ def _features(out: Tensor, labels: Tensor) -> Tensor:
 
 def _fit(x: Tensor, y: Tensor) -> Tensor:
     """Weights of a logistic regression by Newton's method, both classes alike, with a small ridge; no intercept."""
-    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    x = torch.cat([x, x.new_ones(len(x), 1)], 1)
     share = y.mean()
     weight = torch.where(y == 1, 0.5 / share, 0.5 / (1 - share))
-    ridge = 1e-2 * len(x) * torch.eye(x.shape[1], dtype=x.dtype)
-    theta = torch.zeros(x.shape[1], dtype=x.dtype)
+    ridge = 1e-2 * len(x) * torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+    theta = x.new_zeros(x.shape[1])
     for _ in range(25):
         p = torch.sigmoid(x @ theta)
         gradient = x.T @ (weight * (p - y)) + ridge @ theta
@@ -166,7 +166,7 @@ def shadow_attack(
     rows = len(data[0])
     generator = torch.Generator().manual_seed(seed)
     halves = [
-        torch.rand(rows, generator=generator).argsort() < rows // 2
+        torch.rand(rows, generator=generator, device="cpu").argsort() < rows // 2
         for _ in range(whole("shadows", shadows, least=2) // 2)
     ]
     included = torch.stack([part for half in halves for part in (half, ~half)])

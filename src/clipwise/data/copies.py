@@ -6,6 +6,7 @@ Gives: warn_of_copies, warn_of_numbers, refuse_shared, refuse_private, refuse_ke
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -90,11 +91,16 @@ def _is_number(data: RowDataset, index: int) -> bool:
     """Whether a sample is its own number, alone or with one number more, such as a label."""
     item = data.dataset[index] if isinstance(data, Samples) else data.rows(torch.tensor([index], device="cpu"))
     columns = [column for _, column in labelled(item)]
-    if len(columns) > 2 or not all(isinstance(column, (int, float, np.generic, Tensor)) for column in columns):
+    if len(columns) not in (1, 2) or not all(map(_is_single, columns)):
         return False
-    first, *others = (torch.as_tensor(column, device="cpu") for column in columns)
-    whole = not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
-    return whole and all(column.numel() == 1 for column in (first, *others)) and int(first) == index
+    first = columns[0]
+    if isinstance(first, Tensor):
+        first = first.item()
+    return isinstance(first, (int, np.integer)) and bool(first == index)
+
+
+def _is_single(column: Any) -> bool:
+    return column.numel() == 1 if isinstance(column, Tensor) else isinstance(column, (int, float, np.generic))
 
 
 def _telling(row: np.ndarray[Any, Any]) -> bool:
@@ -141,7 +147,8 @@ def refuse_kept(model: nn.Module, data: RowDataset) -> None:
     _, first = next(_inputs(data, 1), (0, torch.zeros(1, 0)))
     size = first[0].numel() if first.is_floating_point() else 0
     held = [*model.named_parameters(), *model.named_buffers()]
-    like = [(name, v) for name, v in held if v.is_floating_point() and v.dim() > 1 and v[:1].numel() == size >= TELLING]
+    dense = [(name, v) for name, v in held if v.is_floating_point() and v.layout == torch.strided and v.dim() > 1]
+    like = [(name, v) for name, v in dense if math.prod(v.shape[1:]) == size >= TELLING]
     known = {hash(row.tobytes()): name for name, value in like for row in _rows(value)}
     for start, rows in _inputs(data, MOST) if known else ():
         for i, row in enumerate(_rows(rows), start):

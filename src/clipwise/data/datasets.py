@@ -95,7 +95,7 @@ class Arrays(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """One sample, without the batch dimension."""
-        return self.rows(torch.tensor(index))
+        return self.rows(torch.tensor(index, device="cpu"))
 
     def rows(self, indices: Tensor) -> Batch:
         """The batch of these rows, in this order, on the device that the tensors are on."""

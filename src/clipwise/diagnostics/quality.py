@@ -41,7 +41,7 @@ def outputs(model: nn.Module, inputs: Tensor) -> Tensor:
 def predicted(model: nn.Module, data: Arrays) -> tuple[Tensor, Tensor]:
     """The model's outputs for all rows, in evaluation mode, and the labels or targets."""
     found, wanted = [], []
-    for rows in torch.arange(len(data)).split(ROWS):
+    for rows in torch.arange(len(data), device="cpu").split(ROWS):
         inputs, labels = data.rows(rows)
         found.append(outputs(model, inputs))
         wanted.append(labels.cpu())

@@ -76,7 +76,7 @@ def low_pass(inputs: Sequence[float] = (0.1, 0.1), outputs: Sequence[float] = (-
     def apply(state: State, gradient: Gradient, noise: Mapping[str, float]) -> tuple[State, Gradient]:
         given, made = state if state is not None else ([], [])
         # the last entry of each is the response to a constant gradient of one
-        given = [{**gradient, "": torch.ones((), dtype=torch.float64)}, *given][: len(b)]
+        given = [{**gradient, "": torch.ones((), dtype=torch.float64, device="cpu")}, *given][: len(b)]
         now = {
             name: sum((c * g[name] for c, g in zip(b, given, strict=False)), torch.zeros_like(value))
             - sum((c * m[name] for c, m in zip(a, made, strict=False)), torch.zeros_like(value))
@@ -148,8 +148,8 @@ def _reach(a: Sequence[float]) -> float:
     """The largest pole of the filter: below one, what it remembers fades."""
     if not a:
         return 0.0
-    companion = torch.zeros(len(a), len(a), dtype=torch.float64)
-    companion[0] = -torch.tensor(a, dtype=torch.float64)
-    companion[1:, :-1] = torch.eye(len(a) - 1, dtype=torch.float64)
+    companion = torch.zeros(len(a), len(a), dtype=torch.float64, device="cpu")
+    companion[0] = -companion.new_tensor(a)
+    companion.diagonal(-1).fill_(1)
     poles: Tensor = torch.linalg.eigvals(companion)
     return float(poles.abs().max())

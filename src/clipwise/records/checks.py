@@ -305,7 +305,7 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
 def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Refuse buffers, parameters and extra states that are not the same after two batches."""
     for name, value in one.items():
-        if name not in other or not torch.equal(value, other[name]):
+        if name not in other or not torch.equal(value.to_dense(), other[name].to_dense()):  # sparse ones know no equal
             known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
             kind = next((kind for kind, values in known if name in dict(values)), "state")
             raise Refused(
