@@ -183,6 +183,11 @@ def test_the_numbers_do_not_depend_on_how_many_threads_draw_them() -> None:
     assert torch.equal(draws[0], draws[1]) and torch.equal(draws[0], draws[2])
 
 
+def test_a_keystream_longer_than_a_block_is_an_error_and_not_left_half_written() -> None:
+    with pytest.raises(ValueError, match="at most"):
+        keystream(bytes(32), bytes(16), memoryview(bytearray((1 << 21) + 1)))
+
+
 def test_no_two_blocks_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bytes, bytes]] = []
 

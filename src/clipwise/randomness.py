@@ -66,6 +66,8 @@ class Stream(Protocol):
 
 def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
     """Write the ChaCha20 keystream over ``into``; ``nonce`` is a 4-byte block counter, then 12 bytes, little endian."""
+    if len(into) > len(_ZEROS):  # what lies beyond would stay as it was, which is not random
+        raise ValueError(f"expected at most {len(_ZEROS)} bytes for one key, got {len(into)}")
     Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor().update_into(_ZEROS[: len(into)], into)
 
 
