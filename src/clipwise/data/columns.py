@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 from clipwise.data.source import escaped, plain
 from clipwise.types import InputError, whole
 
-DAY = 24 * 60 * 60  # seconds
-
 
 class Cells(list[Any]):
     """A column: its cells, one per row, its name, and the line of the file that each row ends in."""
@@ -163,9 +161,7 @@ def _day(cell: Any) -> float:
     if not isinstance(cell, str) or not _DATE.fullmatch(cell.strip()):
         raise ValueError("no date")
     moment = datetime.datetime.fromisoformat(cell.strip()).replace(tzinfo=None)
-    return (
-        moment.toordinal() + (moment - moment.replace(hour=0, minute=0, second=0, microsecond=0)).total_seconds() / DAY
-    )
+    return (moment - datetime.datetime.min) / datetime.timedelta(days=1)
 
 
 def _days(cells: Cells) -> NDArray[np.float64]:

@@ -174,9 +174,8 @@ def said_of(source: Source, table: Table) -> Said:
             f"'{source.name}:PATH?label=NAME:low|high' for classes, or ?label=NAME:0..10 for numbers"
         )
     name, label = meaning(source.options["label"])
-    several = isinstance(label, Range) and (
-        label.log or label.missing or label.dates
-    )  # an error has one unit, of numbers alone
+    # an error has one unit, of numbers alone
+    several = isinstance(label, Range) and (label.log or label.missing or label.dates)
     if not isinstance(label, Range | Values) or several:
         raise InputError(
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
