@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipwise
-from clipwise.methods import adaptive, flat, layerwise
+from clipwise.engine import ChunkEngine
+from clipwise.methods import Steady, adaptive, bam, dice, flat, inner_momentum, layerwise, parse, self_augmentation
 from clipwise.records import Capture, kinds, per_sample, traced, trainable
 from clipwise.records import compiled as compiled_module
 from clipwise.records import lean as lean_module
@@ -142,7 +144,10 @@ def test_an_empty_batch_is_empty_and_a_larger_one_is_an_error(captures: Any) -> 
         compiled(batch(ROWS + 1))
 
 
-@pytest.mark.parametrize("method", [flat(0.5), adaptive(0.5, count_share=0.1)])
+RUNS = (flat(0.5), adaptive(0.5, count_share=0.1), inner_momentum(adaptive(0.5)), dice(bam(flat(0.5)), memory="none"))
+
+
+@pytest.mark.parametrize("method", RUNS, ids=str)
 def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda graph, **given: real(graph, **{**given, "backend": "aot_eager"}))
@@ -152,6 +157,52 @@ def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method
         clipwise.train(net, loss, batch(40), method=method, compile=compiled, **how)
         ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.allclose(*ends, rtol=1e-6)
+
+
+STEADY = [
+    "inner_momentum(flat(0.1), horizon=2, decay=0.3)",
+    "self_augmentation(flat(0.1), views=3, augment='flip')",
+    "bam(flat(0.1), alpha=0.5)",
+    "disk(layerwise(flat(0.1)))",
+    "inner_momentum(self_augmentation(bam(psac(0.1)), views=2, augment='flip'))",
+]
+
+
+@pytest.mark.parametrize("text", STEADY)
+def test_where_a_method_takes_gradients_is_compiled_with_it(text: str) -> None:
+    net, method = model(), parse(text)
+    groups = [block.names for block in method.blocks(tuple(trainable(net)))]
+    fast = CompiledCapture(net, loss, ROWS * method.rows, groups, {"backend": "aot_eager"})
+    for step, samples in enumerate((3, ROWS)):  # other samples, views and iterates at every step
+        generator = torch.Generator().manual_seed(step)
+        near = [
+            {n: p + 0.1 * torch.randn(p.shape, generator=generator) for n, p in trainable(net).items()}
+            for _ in range(method.past)
+        ]
+        keys = torch.randint(0, 1000, (samples,), generator=generator)
+        eager = ChunkEngine(Capture(net, loss), keys, 10**12 + step, tuple(near))
+        found, expected = (engine.of(method, batch(samples, step)) for engine in (replace(eager, fast=fast), eager))
+        assert isinstance(found, GraphGradients) and not isinstance(expected, GraphGradients)
+        assert torch.allclose(found.norms(groups), expected.norms(groups), rtol=1e-10)
+        weights = torch.rand(samples, len(groups), dtype=torch.float64)
+        sums, known = found.weighted_sum(weights, groups), expected.weighted_sum(weights, groups)
+        assert all(torch.allclose(sums[n], known[n], rtol=1e-9, atol=1e-12) for n in known)
+    assert len(fast._graphs) == 1
+
+
+def test_methods_that_differ_in_weights_alone_share_what_is_compiled() -> None:
+    one, other = (inner_momentum(self_augmentation(flat(norm), views=2)) for norm in (0.1, 0.2))
+    assert one.probe == other.probe and hash(one.probe) == hash(other.probe)
+    for another in (inner_momentum(self_augmentation(flat(), views=3)), inner_momentum(flat()), bam(flat())):
+        assert one.probe != another.probe
+
+
+@pytest.mark.parametrize("text", ["bam(flat(), form='exact')", "self_augmentation(flat(), augment='own')", "dp_sat()"])
+def test_a_method_whose_look_no_graph_can_hold_is_not_compiled_whole(text: str) -> None:
+    assert not isinstance(parse(text).probe, Steady)
+    assert not isinstance(inner_momentum(parse(text)).probe, Steady)
+    own = replace(bam(flat()), probe=lambda engine, rows: engine.gradients(rows))
+    assert not isinstance(own.probe, Steady)
 
 
 def normalised_graph() -> tuple[Any, dict[str, Tensor], Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import clipwise
 from clipwise import models
 from clipwise.engine import ChunkEngine
-from clipwise.methods import flat, normalised
+from clipwise.methods import flat, normalised, parse
 from clipwise.records import Capture, oracle, trainable
 from clipwise.records.checks import self_test
 from clipwise.records.compiled import CompiledCapture
@@ -103,6 +103,37 @@ def test_graphs_give_the_eager_numbers_and_follow_parameters_and_batches(case: A
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+LOOKS = ("inner_momentum(flat(0.1))", "self_augmentation(flat(0.1), views=2, augment='flip')", "bam(flat(0.1))")
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("text", LOOKS)
+def test_where_a_method_takes_gradients_is_compiled_with_it(text: str, narrow: bool) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = pictures()
+    method, names = parse(text), tuple(trainable(model.to("cuda")))
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
+            return loss(model, batch)
+
+    fast, close = CompiledCapture(model, losses, N * method.rows, [names]), 5e-2 if narrow else 1e-3
+    for step, samples in enumerate((N, 4, N)):  # other samples, views and iterates at every step
+        near = [{n: 1.1 * p.detach() + step / 50 for n, p in trainable(model).items()} for _ in range(method.past)]
+        eager = ChunkEngine(Capture(model, losses), torch.arange(samples) + 10 * step, step, tuple(near))
+        part = x[:samples].cuda() + step, y[:samples].cuda()
+        kept = [{n: p.clone() for n, p in point.items()} for point in near]
+        found, expected = (engine.of(method, part) for engine in (replace(eager, fast=fast), eager))
+        assert torch.allclose(found.norms([names]), expected.norms([names]), rtol=close)
+        weights = torch.rand(samples, 1, device="cuda")
+        sums, known = found.weighted_sum(weights, [names]), expected.weighted_sum(weights, [names])
+        apart = sum(float((sums[n] - known[n]).double().square().sum()) for n in names) ** 0.5
+        assert apart <= close * sum(float(known[n].double().square().sum()) for n in names) ** 0.5
+        # a recording copies what it is given: the iterates themselves stay
+        assert all(torch.equal(p, kept[i][n]) for i, point in enumerate(near) for n, p in point.items())
+    assert len(fast._graphs) == 1
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["as it is", "bfloat16"])

@@ -240,6 +240,7 @@ class BenchConfig(Output):
     methods: tuple[str, ...] = option(
         "methods to measure beside flat, such as psac or 'bam(flat())'", (), group="measuring"
     )
+    compile: bool = option("on CUDA: compile the methods' steps, as train --compile does", False, group="measuring")
     diagnostics: bool = option("measure what a look at the gradients every 50 steps costs", False, group="measuring")
     profile: bool = option("name each row's slowest layers", False, group="measuring")
 

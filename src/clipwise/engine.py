@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from clipwise.data.views import draws, views
-from clipwise.records import Capture, SampleGradients, ascent, batch_size, swapped, trainable
+from clipwise.methods import Method, Steady
+from clipwise.records import Capture, SampleGradients, ascent, batch_size, device_of, swapped, trainable
+from clipwise.records.compiled import CompiledCapture
 from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, Gradient, InputError
 
@@ -30,12 +32,12 @@ class ChunkEngine:
 
     capture: Capture
     keys: Tensor  # the rows' samples: what is drawn for one depends on its number and the seed alone
-    seed: int = 0
+    seed: int | Tensor = 0  # a tensor where a step is compiled, which keeps any other number for good
     past: tuple[Gradient, ...] = ()
     released: Gradient | None = None
     own_views: Views | None = None
     public: Tensor | None = None
-    fast: Callable[[Batch], SampleGradients] | None = None  # a compiled capture, for gradients at θ itself
+    fast: CompiledCapture | None = None
     point: Gradient | None = None  # None: the model's own parameters
     along: SampleGradients | None = None  # v_i; None: neither displaced nor curved
     radius: float | None = None  # of the displacement along v_i; None: H_i v_i
@@ -45,8 +47,25 @@ class ChunkEngine:
         """θ_t, or the point that ``at`` gave."""
         return {n: p.detach() for n, p in trainable(self.capture.model).items()} if self.point is None else self.point
 
+    def of(self, method: Method, rows: Batch) -> SampleGradients:
+        """The method's v_i, one for each row: by one compiled graph where its probe is the same at every step.
+
+        The first steps know fewer iterates: they are few, and each would need a graph of its own.
+        """
+        probe = method.probe
+        if self.fast is None or not isinstance(probe, Steady) or len(self.past) < method.past:
+            return method.gradients(self, rows)
+
+        def run(batch: Batch, past: tuple[Gradient, ...], seed: Tensor) -> SampleGradients:
+            rows, keys = batch
+            return probe(replace(self, keys=keys, seed=seed, past=past, fast=None), rows)
+
+        device = device_of(self.capture.model)
+        batch, seed = (rows, self.keys.to(device)), torch.tensor(self.seed, device=device)
+        return self.fast.of(run, probe, batch, self.past[: method.past], seed, each=method.rows)
+
     def gradients(self, rows: Batch) -> SampleGradients:
-        """One forward and one backward pass here."""
+        """One forward and one backward pass here; compiled, at θ itself."""
         point = self.point and {name: p.detach().requires_grad_() for name, p in self.point.items()}
         with nullcontext() if point is None else swapped(self.capture.model, point):
             if self.along is None:
@@ -80,7 +99,8 @@ class ChunkEngine:
         if augment == "own":
             if self.own_views is None:
                 raise InputError("augment='own' needs your function of views; write make_private(…, views=function)")
-            return self.own_views(rows, count, torch.Generator(next(tensors(rows)).device).manual_seed(self.seed))
+            generator = torch.Generator(next(tensors(rows)).device).manual_seed(int(self.seed))
+            return self.own_views(rows, count, generator)
         first, keys = next(tensors(rows)), self._keys(batch_size(rows))
         return mapped(
             rows,

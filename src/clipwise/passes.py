@@ -152,7 +152,7 @@ class Passes:
 
 def probed(method: Method, engine: ChunkEngine, rows: Batch) -> SampleGradients:
     """The method's v_i of the engine's samples, one for each."""
-    found = method.gradients(engine, rows)
+    found = engine.of(method, rows)
     if found.samples != len(engine.keys):
         raise Refused(
             f"expected one gradient per sample, got {found.samples} for {len(engine.keys)} samples: a sample in "

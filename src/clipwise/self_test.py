@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -37,6 +37,7 @@ from clipwise.records.checks import (
     same_losses,
     self_test,
 )
+from clipwise.records.displacement import Own
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
@@ -260,14 +261,17 @@ class _Seen(Exception):
     """Carries the rows that a method gave the model first."""
 
 
+class _Look(Capture):
+    """A capture that only shows what it was given."""
+
+    def __call__(self, batch: Batch, owns: Mapping[str, Own] | None = None, dual: bool = False) -> SampleGradients:
+        raise _Seen(batch)
+
+
 def _shown(passes: Passes, method: Method, samples: Tensor, rows: Batch) -> Batch:
-    """The rows that the method gives the model for these samples; as they are where it never looks at θ itself."""
-
-    def look(shown: Batch) -> SampleGradients:
-        raise _Seen(shown)
-
+    """The rows that the method gives the model for these samples; as they are where it never looks at any."""
     # as before the first step: then methods that look elsewhere later on look at θ, where the model itself is tested
-    here = replace(passes.engine(samples, 0), fast=look)
+    here = replace(passes.engine(samples, 0), capture=_Look(passes.model, passes.capture.loss), fast=None)
     try:
         probed(method, here, rows)
     except _Seen as seen:

@@ -42,6 +42,7 @@ class Case:
     next_token: bool = False
     device: str = "cpu"
     narrow: bool = False  # bfloat16 autocast
+    compile: bool = False  # the steps of methods
 
     def model(self) -> nn.Module:
         """A fresh model, the same at each call and in each process; the caller's random state is kept."""

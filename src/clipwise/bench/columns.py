@@ -146,7 +146,7 @@ def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> 
 def method_step(case: Case, *, method: str) -> Step:
     """This library with any method, as ``make_private`` runs it: every sample of the batch drawn at every step.
 
-    Not compiled, and with its own reading of the data: to be compared with another method, not with other columns.
+    With its own reading of the data: to be compared with another method, not with other columns.
     """
     private = _private(case, method)
     batches = private.batches()
@@ -191,6 +191,7 @@ def _private(case: Case, method: str) -> Private:
         steps=1_000_000,
         batch=case.batch,
         chunk=case.batch,
+        compile=case.compile,
         delta=1e-9,
         noise=0,
         self_test=False,  # it is for models of unknown origin

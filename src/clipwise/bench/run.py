@@ -112,13 +112,14 @@ def bench(
     precisions: Sequence[str] = ("bf16", "tf32"),
     methods: Sequence[str] = (),
     diagnostics: bool = False,
+    compile: bool = False,
 ) -> Table:
     """Measure rows × columns (all of them unless named); the plain column is always there, ratios need it.
 
     ``batch`` replaces every row's batch size; ``progress`` is told what is being measured, and each row as soon as it
     is; ``precisions`` are for CUDA, where each makes a row of its own. ``methods`` are columns of their own, and so are
     looks at the gradients (``diagnostics``), with flat beside them; where no ``columns`` are named, they are all that
-    is measured.
+    is measured. ``compile``: methods' steps are compiled, on CUDA.
 
     *Edge cases*: a peer that is not installed or fails on a model leaves a cell with the reason, and the rest goes on.
     """
@@ -126,6 +127,8 @@ def bench(
     on_cuda = device.split(":")[0] == "cuda"
     if on_cuda and not torch.cuda.is_available():
         raise InputError(f"expected a device that torch sees, got {device}: write --device cpu")
+    if compile and not on_cuda:
+        raise InputError(f"compile is for methods' steps on a GPU, got device {device}: write --device cuda")
     known, table = (GPU_CASES, GPU_COLUMNS) if on_cuda else (CASES, COLUMNS)
     named = [one_of("row", row, known) for row in (known if rows is None else rows)]
     if columns is None:
@@ -135,7 +138,7 @@ def bench(
     allowed = {METHOD + method: targets(parse(method)) for method in beside}
     allowed |= dict.fromkeys(LOOKS, (EVERY * LOOK_SHARE, None)) if diagnostics else {}
     used = {column: builder(column, table) for column in [*(c for c in table if c in wanted), *allowed]}
-    cases = {row: replace(known[row], device=device) for row in named}
+    cases = {row: replace(known[row], device=device, compile=compile) for row in named}
     if batch is not None:
         cases = {row: replace(case, batch=whole("batch", batch)) for row, case in cases.items()}
     made = []

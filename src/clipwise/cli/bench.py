@@ -31,6 +31,7 @@ def run(config: BenchConfig) -> str:
         precisions=config.precisions,
         methods=config.methods,
         diagnostics=config.diagnostics,
+        compile=config.compile,
     )
     rows = dict.fromkeys(row.row for row in table.rows) if config.profile else ()
     profiles = {row: _profile(row, config) for row in rows}

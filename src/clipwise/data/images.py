@@ -28,7 +28,6 @@ from clipwise.types import Batch, InputError
 Bytes = NDArray[np.uint8]
 Part = tuple[Bytes, Bytes]  # pictures [n, channel, height, width], labels [n]
 
-SCALES = ("unit", "centred", "published")
 # mean and standard deviation of each channel, over 255, as the literature prints them; others took them from the
 # training pictures, so they are not free of these
 _PUBLISHED = {
@@ -38,6 +37,7 @@ _PUBLISHED = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "svhn": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
 }
+_IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # of other pictures in colour
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,12 @@ class Pixels:
 
 def pixels(source: Source) -> Pixels:
     """The scale that the data's text asks for: [0, 1], [−1, 1], or the constants that the literature prints."""
-    known = SCALES if source.name in _PUBLISHED else SCALES[:2]
-    match source.word("scale", "unit", known):
-        case "published":
-            return Pixels(*_PUBLISHED[source.name])
-        case "centred":
-            return Pixels((0.5,), (0.5,))
-    return Pixels()
+    known = {"unit": Pixels(), "centred": Pixels((0.5,), (0.5,))}
+    if source.name in _PUBLISHED:
+        known["published"] = Pixels(*_PUBLISHED[source.name])
+        if len(known["published"].mean) == 3:
+            known["imagenet"] = Pixels(*_IMAGENET)
+    return known[source.word("scale", "unit", tuple(known))]
 
 
 # ------------------------------------------------------------------------------------------------------------- idx

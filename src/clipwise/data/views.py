@@ -18,7 +18,7 @@ AUGMENTATIONS = ("none", "crop", "flip", "crop-flip")
 PAD = 4  # pixels that are mirrored at each border before a crop
 
 
-def views(x: Tensor, count: int, seed: int, augment: str = "crop-flip", keys: Tensor | None = None) -> Tensor:
+def views(x: Tensor, count: int, seed: int | Tensor, augment: str = "crop-flip", keys: Tensor | None = None) -> Tensor:
     """``count`` views of each picture, a picture's views together.
 
     "crop" mirrors 4 pixels at each border and cuts out the old size at a random place; "flip" swaps left and right with
@@ -73,12 +73,24 @@ def _mirrored(place: Tensor, length: int) -> Tensor:
     return torch.where(place >= length, 2 * (length - 1) - place, place)
 
 
-def draws(keys: Tensor, count: int, seed: int) -> Tensor:
+def draws(keys: Tensor, count: int, seed: int | Tensor) -> Tensor:
     """63 random bits for each view, [n, view]: counters through splitmix64 (Steele et al. 2014)."""
+    start = seed if isinstance(seed, Tensor) else torch.tensor(_signed(seed), device=keys.device)
+    return _draws(keys, count, start)
+
+
+# one node to a compiler: torch 2.13's gave wrong numbers where it fused all of this with what it is used for
+@torch.library.custom_op("clipwise::draws", mutates_args=())
+def _draws(keys: Tensor, count: int, seed: Tensor) -> Tensor:
     step = _signed(0x9E3779B97F4A7C15)  # 2⁶⁴ over the golden ratio
-    own = _mixed(_mixed(torch.tensor(_signed(seed), device=keys.device) + step) ^ keys)
+    own = _mixed(_mixed(seed + step) ^ keys)
     numbers = torch.arange(1, count + 1, device=keys.device)
     return _mixed(own[:, None] + numbers * step) & ((1 << 63) - 1)
+
+
+@_draws.register_fake
+def _fake_draws(keys: Tensor, count: int, seed: Tensor) -> Tensor:
+    return keys.new_empty(len(keys), count)
 
 
 def _mixed(z: Tensor) -> Tensor:

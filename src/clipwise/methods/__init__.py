@@ -22,7 +22,7 @@ from clipwise.methods.flat import flat
 from clipwise.methods.global_ import global_
 from clipwise.methods.inner_momentum import inner_momentum
 from clipwise.methods.layerwise import layerwise
-from clipwise.methods.method import Block, Count, Engine, Feedback, Method, papers
+from clipwise.methods.method import Block, Count, Engine, Feedback, Method, Steady, papers
 from clipwise.methods.momentum_per_sample import momentum_per_sample
 from clipwise.methods.normalised import normalised
 from clipwise.methods.p_average import p_average
@@ -102,6 +102,7 @@ __all__ = [
     "Engine",
     "Feedback",
     "Method",
+    "Steady",
     "adaptive",
     "automatic",
     "bam",

@@ -41,4 +41,5 @@ def bam(base: Method | None = None, radius: float = 0.02, form: Form = "ascent",
         return there if alpha == 1 else (1 - alpha) * here + alpha * there
 
     settings = {"radius": radius, "form": form, "alpha": alpha}
-    return wrapped(inner, bam, settings, citation=KNOLLE_2023, probe=probe)
+    steady = form == "ascent"  # no compiler sees forward-mode derivatives
+    return wrapped(inner, bam, settings, steady=steady, citation=KNOLLE_2023, probe=probe)

@@ -44,4 +44,5 @@ def disk(base: Method | None = None, gain: float = 0.7, ahead: float = 0.5) -> M
         return c * inner.gradients(engine.at(further), rows) + (1 - c) * here
 
     past = max(1, inner.past)
-    return wrapped(inner, disk, {"gain": gain, "ahead": ahead}, citation=ZHANG_2025_DISK, probe=probe, past=past)
+    settings = {"gain": gain, "ahead": ahead}
+    return wrapped(inner, disk, settings, steady=True, citation=ZHANG_2025_DISK, probe=probe, past=past)

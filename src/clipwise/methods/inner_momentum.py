@@ -35,4 +35,4 @@ def inner_momentum(base: Method | None = None, horizon: int = 2, decay: float = 
 
     settings = {"horizon": horizon, "decay": decay}
     past = horizon + inner.past  # the base may look back from each iterate
-    return wrapped(inner, inner_momentum, settings, citation=XIAO_2023, probe=probe, past=past)
+    return wrapped(inner, inner_momentum, settings, citation=XIAO_2023, steady=True, probe=probe, past=past)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
@@ -40,6 +40,21 @@ class Count:
 
     of: Weigh  # norms → values
     share: float
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A probe that asks for the same at every step, in which only tensors change: it can be compiled.
+
+    A value: two of the same method, settings and base are equal, so that what was compiled of one serves for the other.
+    """
+
+    probe: Probe = field(compare=False)
+    of: tuple[object, ...]  # the method's name and settings, and the base's probe
+
+    def __call__(self, engine: Engine, rows: Batch) -> SampleGradients:
+        """v_i of each row."""
+        return self.probe(engine, rows)
 
 
 class Engine(Protocol):
@@ -196,8 +211,21 @@ def base_of(factory: Callable[..., Method], base: Method | None, default: Callab
     return method
 
 
-def wrapped(base: Method, factory: Callable[..., Method], settings: Mapping[str, object], **changes: object) -> Method:
-    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones."""
+def wrapped(
+    base: Method,
+    factory: Callable[..., Method],
+    settings: Mapping[str, object],
+    *,
+    steady: bool = False,
+    **changes: object,
+) -> Method:
+    """``factory(base, **settings)``: the base method with some of its parts changed, at this step and at later ones.
+
+    ``steady``: the new probe asks for the same at every step, as far as the base's does.
+    """
+    if steady and (base.probe is None or isinstance(base.probe, Steady)):
+        probe: Probe = changes["probe"]  # type: ignore[assignment]
+        changes["probe"] = Steady(probe, (factory.__name__, *settings.items(), base.probe))
 
     def after(released: Released, units: float) -> Method:
         return factory(base.next(released, units), **settings)

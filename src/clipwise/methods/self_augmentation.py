@@ -30,5 +30,5 @@ def self_augmentation(base: Method | None = None, views: int = 8, augment: str =
         return found if views == 1 else (1 / views) * found.merged(views)
 
     rows = views * inner.rows
-    settings = {"views": views, "augment": augment}
-    return wrapped(inner, self_augmentation, settings, citation=DE_2022, probe=probe, rows=rows)
+    settings, steady = {"views": views, "augment": augment}, augment != "own"  # the user's own function may do anything
+    return wrapped(inner, self_augmentation, settings, steady=steady, citation=DE_2022, probe=probe, rows=rows)

@@ -193,24 +193,30 @@ def check_losses(losses: Any, samples: int) -> None:
 
 
 def traced(
-    model: nn.Module, loss: Loss, batch: Batch, then: Callable[[SampleGradients], Any], plan: Plan | None = None
+    model: nn.Module, loss: Loss, batch: Batch, then: Callable[[SampleGradients], Any]
 ) -> Callable[[dict[str, Tensor], Batch], Any]:
-    """``then`` of the per-sample gradients, as one graph: a pure function of parameters and batch.
+    """``then`` of the per-sample gradients, as one graph of parameters and batch."""
+    capture = Capture(model, loss)
+    capture.plan(batch, trainable(model))
+    return traced_call(model, lambda batch: then(capture(batch)), batch)
 
-    Forward, backward, and whatever ``then`` makes of the records (norms, weights, sums) become one graph without side
-    effects, so ``torch.compile(..., fullgraph=True)`` sees all of it. The graph is for batches of this shape.
-    ``plan`` where a capture has made it already: for a large model that takes a while.
+
+def traced_call(model: nn.Module, function: Callable[..., Any], *example: Any) -> Callable[..., Any]:
+    """What a function makes of captured gradients, as one graph: a pure function of parameters and arguments.
+
+    Forward, backward, and whatever is made of the records (norms, weights, sums) become one graph without side effects,
+    so ``torch.compile(..., fullgraph=True)`` sees all of it. The graph is for arguments of these shapes, whose plans
+    the capture must know.
     """
-    known = Capture(model, loss).plan(batch, trainable(model)) if plan is None else plan
 
-    def function(parameters: dict[str, Tensor], batch: Batch) -> Any:
+    def pure(parameters: dict[str, Tensor], *arguments: Any) -> Any:
         own = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         # Without cuDNN a recurrent layer does not ask for its weights' addresses, which fake tensors do not have. But
         # a convolution without it is traced as if it wrote its channels first, whatever it was given.
         with swapped(model, own), without_cudnn_if_recurrent(model):
-            return then(recorded(model, loss, batch, known, own))
+            return function(*arguments)
 
-    return graph_of(function, {name: p.detach() for name, p in trainable(model).items()}, batch)
+    return graph_of(pure, {name: p.detach() for name, p in trainable(model).items()}, *example)
 
 
 @contextmanager

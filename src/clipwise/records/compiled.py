@@ -2,7 +2,8 @@
 
 Receives: a model, a loss, and batches of at most ``rows`` samples, which are padded to that size.
 Gives: SampleGradients whose norms and weighted sums come from two graphs: forward, backward and norms in the first, the
-weighted sum in the second. Between them a method weighs norms as it likes, so no method is part of a graph.
+weighted sum in the second. Between them a method weighs norms as it likes. Where it takes gradients is part of the
+first graph if it is the same at every step (``of``): all of its passes, and what it makes of them.
 
 On CUDA both graphs are captured as CUDA graphs and replayed, and so are the weights where a method stays the same, so a
 step costs few launches. The results of a chunk are overwritten by the next one: use them before asking for it.
@@ -14,14 +15,14 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced, trainable
+from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced_call, trainable
 from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, soon
 from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
@@ -92,24 +93,36 @@ class CompiledCapture:
     def __post_init__(self) -> None:
         """Remember the modules: to walk through a model takes longer than to look at a list."""
         self._modules = list(self.model.modules())
+        self._capture = Capture(self.model, self.loss)
 
     def __call__(self, batch: Batch) -> SampleGradients:
         """The per-sample gradients of a batch of at most ``rows`` samples."""
-        samples = batch_size(batch)
-        if samples > self.rows:
-            raise InputError(f"expected at most {self.rows} rows, got {samples}")
+        return self.of(self._capture, None, batch)
+
+    def of(
+        self, run: Callable[..., SampleGradients], key: Hashable, batch: Batch, *beside: Any, each: int = 1
+    ) -> SampleGradients:
+        """What ``run(batch, *beside)`` makes of captured gradients: one for each sample of the batch.
+
+        Whatever may differ from step to step must be a tensor of ``batch`` or ``beside``: the graph keeps the rest as
+        it was the first time. The ``key`` says which run it is, ``each`` how many rows of the model a sample is.
+        """
+        samples, rows = batch_size(batch), self.rows // each
+        if samples > rows:
+            raise InputError(f"expected at most {rows} rows, got {samples}")
         if samples == 0:
-            return Capture(self.model, self.loss)(batch)
-        padded = mapped(batch, lambda t: _padded(t, self.rows) if t.dim() else t)
-        key = (
-            tuple((t.shape, t.dtype, t.stride()) for t in tensors(padded)),
+            return run(batch, *beside)
+        arguments = mapped(batch, lambda t: _padded(t, rows) if t.dim() else t), *beside
+        place = (
+            key,
+            tuple((t.shape, t.dtype, t.stride()) for t in tensors(arguments)),
             tuple(module.training for module in self._modules),
             tuple(allowed(convolution=kind) for kind in (True, False)),
             tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         )
-        if key not in self._graphs:
-            self._graphs[key] = _Graphs(self.model, self.loss, padded, self.groups, self.options)
-        return self._graphs[key](padded, samples)
+        if place not in self._graphs:
+            self._graphs[place] = _Graphs(self.model, run, arguments, rows, self.groups, self.options)
+        return self._graphs[place](arguments, samples)
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
@@ -123,11 +136,18 @@ def _padded(rows: Tensor, size: int) -> Tensor:
 
 
 class _Graphs:
-    """The two graphs for one shape of batch."""
+    """The two graphs of one run for one shape of batch."""
 
-    def __init__(self, model: nn.Module, loss: Loss, batch: Batch, groups: Groups, options: dict[str, Any]) -> None:
-        self.groups, self.parameters = groups, trainable(model)
-        self.rows = batch_size(batch)
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Callable[..., SampleGradients],
+        arguments: tuple[Any, ...],
+        rows: int,
+        groups: Groups,
+        options: dict[str, Any],
+    ) -> None:
+        self.groups, self.parameters, self.rows = groups, trainable(model), rows
         self._build: Callable[[Sequence[Tensor]], Records] | None = None
         self._sites: Any = ()
 
@@ -138,17 +158,16 @@ class _Graphs:
             self._sites = gradients.sites
             return gradients.norms(groups), gradients.losses, flat
 
-        eager = Capture(model, loss)
-        expected = eager(batch).norms(groups)
+        expected = run(*arguments).norms(groups)
         # recorded, a graph has inputs of its own, where every batch is copied: the caller's first one stays as it was
-        own = mapped(batch, lambda t: t.clone() if t.is_cuda else t)
-        graph = traced(model, loss, own, first, eager.plan(batch, self.parameters))
+        own = mapped(arguments, lambda t: t.clone() if t.is_cuda else t)
+        graph = traced_call(model, lambda *arguments: first(run(*arguments)), *own)
         values = {name: p.detach() for name, p in self.parameters.items()}
         if "backend" not in options:  # only torch's own compiler takes normalisations apart
             with full_precision(expected):  # traced again, with the casts that it has
-                graph = lean(graph, values, own)
-        forward = _ready(graph, (values, own), options)
-        norms, _, flat = forward(values, batch)
+                graph = lean(graph, values, *own)
+        forward = _ready(graph, (values, *own), options)
+        norms, _, flat = forward(values, *arguments)
 
         def second(flat: list[Tensor], weights: Tensor) -> Gradient:
             assert self._build is not None
@@ -156,18 +175,18 @@ class _Graphs:
             return {name: _laid_out(value, self.parameters[name]) for name, value in sums.items()}
 
         pool = getattr(forward, "pool", None)
-        beside = (*model.parameters(), *model.buffers(), *_constants(graph))
+        beside = (*model.parameters(), *model.buffers(), *_constants(graph), *tensors(own[1:]))
         self._weights = _Weights(norms, pool, zero_rows(flat, self.rows, beside))
         inputs = flat, self._weights.every
         self._forward, self._sum = forward, _ready(graph_of(second, *inputs), inputs, options, pool)
-        self._check(expected, batch)
+        self._check(expected, arguments)
 
-    def _check(self, eager: Tensor, batch: Batch) -> None:
+    def _check(self, eager: Tensor, arguments: tuple[Any, ...]) -> None:
         """Refuse graphs whose norms or sums are not the eager pass's: a compiler's mistake can be a privacy failure."""
         assert self._build is not None
         self._weights.forget()  # what a graph does not write again is seen
         for _ in range(3):  # a race or a stale buffer may need more than one run to show
-            norms, _, flat = self._forward(self._values(), batch)
+            norms, _, flat = self._forward(self._values(), *arguments)
             finite = eager.isfinite() & norms.isfinite()
             error = ((norms - eager) / eager.clamp(min=1e-6))[finite]
             if error.numel():
@@ -194,10 +213,10 @@ class _Graphs:
             return self.parameters
         return {name: p.detach() for name, p in self.parameters.items()}
 
-    def __call__(self, batch: Batch, samples: int) -> SampleGradients:
+    def __call__(self, arguments: tuple[Any, ...], samples: int) -> SampleGradients:
         assert self._build is not None
         # as they are now: a recurrent layer may have moved its weights to other memory since
-        norms, losses, flat = self._forward(self._values(), batch)
+        norms, losses, flat = self._forward(self._values(), *arguments)
 
         def add_up(weights: Tensor) -> Gradient:
             every = self._weights.padded(weights)
@@ -210,7 +229,7 @@ class _Graphs:
             _Later(lambda: {name: tuple(widened(_rows(r, samples)) for r in rs) for name, rs in build(flat).items()}),
             self.parameters,
             samples,
-            losses[:samples],
+            None if losses is None else losses[:samples],
             self._sites,
             groups=self.groups,
             found=norms[:samples],
@@ -416,9 +435,11 @@ class _Replay:
 
     def __call__(self, *arguments: Any) -> Any:
         """Its results for these arguments: overwritten by the next call."""
-        for (mine, place), given in zip(self.inputs, tensors(arguments), strict=True):
-            if given.data_ptr() != place:
-                mine.copy_(given.detach())
+        pairs = zip(self.inputs, tensors(arguments), strict=True)
+        moved = [(mine, given.detach()) for (mine, place), given in pairs if given.data_ptr() != place]
+        if moved:
+            # many at once: past iterates have as many as there are parameters
+            torch._foreach_copy_([mine for mine, _ in moved], [given for _, given in moved])
         return self.again()
 
     def again(self) -> Any:
