@@ -406,9 +406,7 @@ class Private:
         """The methods that steps were made with, as the statement names them."""
         return self._methods_used
 
-    def resumed(
-        self, step: int, method: Method, state: PublicState, hidden: Gradient | None, used: str | None = None
-    ) -> None:
+    def resumed(self, step: int, method: Method, state: PublicState, hidden: Gradient | None, used: str) -> None:
         """Go on from a checkpoint; ``used`` names the methods so far.
 
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
@@ -417,8 +415,7 @@ class Private:
         device = self._passes.device  # checkpoints are read to the CPU
         state = PublicState(**on_device(vars(state), device))
         hidden = on_device(hidden, device)
-        self._taken, self._state = step, state
-        self._methods_used = self._methods_used if used is None else used
+        self._taken, self._state, self._methods_used = step, state, used
         self._go_on_with(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
