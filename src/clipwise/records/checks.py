@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import generators, reseeds, seeded, still
+from clipwise.records.chance import reseeds, seeded, still, watched
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import held, put_back, restored, unmoved
@@ -132,9 +132,7 @@ def _refuse_unused(model: nn.Module, loss: Loss, batch: Batch, unused: Sequence[
 def draws(model: nn.Module, loss: Loss, batch: Batch) -> bool:
     """Whether a pass draws at random, dropout aside: then a batch and its samples one by one are different draws."""
     with unmoved(model), still(model):
-        before = generators()
-        loss(model, batch)
-        return generators() != before
+        return watched(lambda: loss(model, batch))[1]
 
 
 def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
@@ -170,8 +168,7 @@ def alone_as_together(
 
     def own(places: Tensor) -> tuple[SampleGradients, bool]:
         with unmoved(model):  # each from the same buffers: a spectral norm moves its own
-            before = generators()
-            return gradients(places), generators() != before
+            return watched(lambda: gradients(places))
 
     with restored(model), still(model), forbidden():
         places = torch.arange(samples, device="cpu")
@@ -318,16 +315,19 @@ def _changed(batch: Batch, place: int) -> Batch:
     """The batch with other values for one sample: one more than they are, where all samples are alike."""
 
     def changed(by: Callable[[Tensor], Tensor]) -> Batch:
-        return mapped(batch, lambda rows: _with_row(rows, place, by(rows)) if rows.dim() else rows)
+        return mapped(batch, lambda rows: changed_at(rows, place, by))
 
     other = changed(exchanged)
     alike = all(map(torch.equal, tensors(batch), tensors(other)))
     return changed(lambda rows: rows + 1 if rows.is_floating_point() else rows) if alike else other
 
 
-def _with_row(rows: Tensor, place: int, other: Tensor) -> Tensor:
+def changed_at(rows: Tensor, index: Any, by: Callable[[Tensor], Tensor]) -> Tensor:
+    """The rows, those of the index changed ``by`` a function of all; what has no rows stays as it is."""
+    if not rows.dim():
+        return rows
     changed = rows.clone()
-    changed[place] = other[place]
+    changed[index] = by(rows)[index]
     return changed
 
 
