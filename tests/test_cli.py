@@ -22,7 +22,7 @@ from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.runs import steps_of
+from clipwise.cli.parts import steps_of
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
