@@ -22,16 +22,14 @@ from clipwise.methods import Method
 from clipwise.passes import Passes, PublicState, probed
 from clipwise.reading import READ, Reader, shapes
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
+from clipwise.records.agreement import in_half, limits, moved_weights
 from clipwise.records.chance import generators, seeded, still, watched
 from clipwise.records.checks import (
     alone_as_together,
     changed_at,
     culprit,
     exchanged,
-    in_half,
-    limits,
     losses_of,
-    moved_weights,
     refuse_remembered,
     same_losses,
     self_test,
