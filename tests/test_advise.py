@@ -26,7 +26,7 @@ from clipwise import advice, methods
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import advise, main
 from clipwise.cli.options import read
-from clipwise.cli.runs import loss_of, network, resolved
+from clipwise.cli.parts import loss_of, network, resolved
 from clipwise.config import TrainConfig
 from clipwise.data import Arrays, load
 from clipwise.losses import cross_entropy

@@ -22,7 +22,7 @@ from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.runs import steps_of
+from clipwise.cli.parts import steps_of
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
@@ -174,7 +174,8 @@ def test_calibrate_keeps_the_bounds_that_are_proved_of_feedback(
     setting: dict[str, Any] = {"delta": 1e-5, "steps": 40, "accountant": "rdp"}
     words = [*MNIST, "--steps", "40", "--method", text]
     found = calibrated(capsys, "--epsilon", "5", *words)
-    assert found["noise_multiplier"] == plan.calibrate(epsilon=5, **setting)
+    least, less = (plan.epsilon(noise_multiplier=part * found["noise_multiplier"], **setting) for part in (1, 0.998))
+    assert least <= 5 < less
     assert (found["method"], found["sensitivity"]) == (str(parse(text)), plan.sensitivity)
     other = accounting.calibrate(epsilon=5, sampling_rate=0.01, **setting)
     assert (found["noise_multiplier"] == other) == (memory == "none")  # whose sensitivity alone is larger
@@ -620,7 +621,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("command", ["--version", "models", "reproduce --list"])  # text, and tables
+@pytest.mark.parametrize("command", ["--version", "reproduce --list"])  # text, and a table
 def test_output_that_cannot_be_written_is_one_line(command: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*RUN, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -759,9 +760,9 @@ def test_a_resumed_comparison_keeps_what_is_finished_and_ends_as_if_it_had_not_b
         assert main([*words, "--folder", "parts"]) == 130
     assert "stopped; nothing is lost: write clipwise compare --resume parts\n" in capsys.readouterr().err
     kept = (here / "parts/1-flat/model.pt").stat().st_mtime_ns
-    for asked in (["report", "parts"], ["report", "parts/2-psac"]):
-        main(asked)
-        assert "clipwise compare --resume parts" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="clipwise compare --resume parts"):
+        read(["parts"])
+    assert "clipwise compare --resume parts" in one_line(capsys, ["report", "parts/2-psac"])
     assert "holds a comparison: write clipwise compare" in one_line(capsys, ["train", "--resume", "parts"])
     assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "parts/2-psac"])
     assert "no comparison to resume in nowhere" in one_line(capsys, ["compare", "--resume", "nowhere"])
@@ -807,7 +808,8 @@ def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr(Bar, "__call__", press)
         patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        assert main(small("--folder", "run", "--method", "dice", "--quiet")) == 130
+        words = ["--method", "dice", "--accountant", "pld"]  # faster than rdp where there is memory
+        assert main(small("--folder", "run", *words, "--quiet")) == 130
     assert (here / "run" / "private-state.pt").exists()  # read, too
     assert main(["train", "--resume", "run", "--quiet"]) == 0
     assert Ledger(here / "run" / "ledger.jsonl").releases == 4

@@ -27,6 +27,7 @@ from clipwise.methods import Feedback
 from clipwise.noise import release
 from clipwise.randomness import SeededStream
 from clipwise.records import from_dense
+from clipwise.sampling import poisson
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import BlockGaussian, InputError, MemoryGaussian, Part, PoissonGaussian, PrivateSum, Refused
 
@@ -424,11 +425,14 @@ def attacked(noise, two_sided, runs, rng, n=50_000, b=1000, steps=150, c1=1e-3, 
     return sums
 
 
-def shown_at(height, without, present, delta, level=0.025):
-    """The ε that these runs show at 95 % with a threshold that they did not choose: Clopper–Pearson limits."""
+def shown_at(height, without, present, delta, level=0.025, share=1.0):
+    """The ε that these runs show at 95 % with a threshold that they did not choose: Clopper–Pearson limits.
+
+    ``share``: how likely runs are that are like those in ``present``; all others are taken to show nothing.
+    """
     false, true = int((without > height).sum()), int((present > height).sum())
     most = beta.ppf(1 - level, false + 1, len(without) - false) if false < len(without) else 1.0
-    least = beta.ppf(level, true, len(present) - true + 1) if true else 0.0
+    least = share * beta.ppf(level, true, len(present) - true + 1) if true else 0.0
     return math.log((least - delta) / most) if least > delta else -math.inf
 
 
@@ -459,14 +463,16 @@ def test_simulation_shows_the_paper_s_calibration_violated_and_the_sound_one_kep
 
 # The same through the library: N = 250, B = 5, T = 50, C1 = C2 = 1, and the theorem claims (1, 0.01).
 SMALL = {"n": 250, "b": 5, "steps": 50, "epsilon": 1, "delta": 0.01}
+WAIT, WINDOW = 20, 30  # steps before one looks, and those whose releases are then added up
+EARLY = 28  # who is drawn by then shows in the window
 
 
-def trained(present, seed, noise_multiplier):
-    """The two-sided counterexample under ``make_private``: what was released in the last 30 steps, and what it costs.
+def trained(present, seed, noise_multiplier, windows=1):
+    """The two-sided counterexample under ``make_private``: what was released in windows of steps, and what it costs.
 
     A sample's loss is its input times the weight, so that the input is its gradient, everywhere.
     """
-    n, b, steps = SMALL["n"], SMALL["b"], SMALL["steps"]
+    n, b, steps = SMALL["n"], SMALL["b"], WAIT + windows * WINDOW
     slopes = torch.full((n, 1), -4.0)  # −(C1 + 3 C2): cut off, B draws a step fill the feedback three times over
     slopes[0] = 5000.0 * present  # 1000 c2; a gradient of 0 is the same as an empty place
     model = torch.nn.Linear(1, 1, bias=False)
@@ -483,35 +489,45 @@ def trained(present, seed, noise_multiplier):
         noise=seed,
         self_test=False,
     )
-    total = 0.0
+    released = []
     for batch in private.batches():
         private.step(batch)
         assert private.state.released is not None
-        total += b * float(private.state.released["weight"]) * (private.steps_taken > steps - 30)
-    return total, private
+        released.append(b * float(private.state.released["weight"]))
+    return np.array(released[WAIT:]).reshape(windows, WINDOW).sum(1), private
 
 
-def shown_by_training(noise_multiplier, runs):
-    """The ε that whole private runs show at 95 %, and what their ledgers state."""
-    # fewer with the record than without: how often it is found matters less than how seldom nothing is taken for it
-    sizes = enumerate((runs, 3 * runs // 5))
-    without, present = (
-        [trained(there, 1000 * there + k, noise_multiplier) for k in range(size)] for there, size in sizes
-    )
+def draws_early(seed):
+    """Whether a run with this seed draws the record in its first steps, by the library's own sampling."""
+    steps = map(SeededStream(seed).at, range(EARLY))
+    return any(0 in poisson(SMALL["n"], SMALL["b"] / SMALL["n"], stream) for stream in steps)
+
+
+def shown_by_training(noise_multiplier, without, present):
+    """The ε that private runs show at 95 %, and what their ledgers state.
+
+    Without the record the feedback is full after a few steps and stays so, and each step's draws and noise are new: one
+    long run has as many windows as are asked for. With it, runs that draw it early are made alone; how likely these
+    are is known.
+    """
+    nothing, _ = trained(0, 0, noise_multiplier, without)
+    early = itertools.islice(filter(draws_early, itertools.count(1000)), present)
+    sums, runs = zip(*[trained(1, seed, noise_multiplier) for seed in early], strict=True)
     # 2.5 standard deviations above the mean without the record: the others' terms are −C1 each, the feedback is −c2
-    height = -30 * (5 + 5) + 2.5 * math.sqrt(30 * (noise_multiplier**2 + 5))
-    sums = (np.array([total for total, _ in kind]) for kind in (without, present))
-    return shown_at(height, *sums, SMALL["delta"]), present[0][1].epsilon()
+    height = -WINDOW * (5 + 5) + 2.5 * math.sqrt(WINDOW * (noise_multiplier**2 + 5))
+    share = 1 - (1 - SMALL["b"] / SMALL["n"]) ** EARLY
+    shown = shown_at(height, nothing, np.concatenate(sums), SMALL["delta"], share=share)
+    return shown, runs[0].epsilon()
 
 
 @pytest.mark.filterwarnings("ignore:delta=0.01 is not below")
 def test_private_training_with_the_paper_s_noise_breaks_the_paper_s_claim_and_keeps_the_library_s():
     paper = SMALL["b"] * claimed_sigma(**SMALL)  # C = B·C2 = 5
-    shown, stated = shown_by_training(paper, 100)
+    shown, stated = shown_by_training(paper, without=100, present=24)
     assert SMALL["epsilon"] * 1.3 < shown < stated  # 1 is claimed
     assert stated == Plan("full", 1.0, 5.0, 0.02).epsilon(noise_multiplier=paper, delta=0.01, steps=50) > 20
     sound = Plan("full", 1.0, 5.0, 0.02).calibrate(epsilon=1, delta=0.01, steps=50)
-    shown, stated = shown_by_training(sound, 20)
+    shown, stated = shown_by_training(sound, without=60, present=8)  # which could show 1.5
     assert shown <= stated <= 1
 
 
@@ -551,7 +567,8 @@ def test_a_resumed_run_uses_a_memory_again_only_where_the_proof_pays_for_it(memo
     for batch in itertools.islice(private.batches(), 3):
         private.step(batch)
     assert private.hidden is not None
-    private.resumed(2, private.method, private.state, private.hidden)  # a release since the checkpoint has used it
+    private.resumed(2, private.method, private.state, private.hidden, private.methods_used)
+    # a release since the checkpoint has used it
     assert (private.hidden is not None) == (memory == "full")
     private.step(next(private.batches()))
     assert memory == "full" or getattr(private.ledger.entries[-1][0], "begins", True)  # a new block, paid for

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
 
 import clipwise as cw
-from clipwise.cli.runs import network, splits_for
+from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
 from clipwise.data.copies import refuse_private, warn_of_numbers

@@ -302,7 +302,7 @@ class AuditConfig(Output):
         "models to train on halves of a run's data, for the likelihood-ratio attack; 0: none", 0, group="work"
     )
     noise_seed: int | None = option("seeded noise, to repeat an audit; secure noise unless given", None, group="work")
-    quiet: bool = option("print no progress", False, group="output", kept=False)
+    quiet: bool = option("print no progress", False, group="output")
 
 
 C = TypeVar("C", bound=Output)

@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from clipwise import self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.ledger import totals
-from clipwise.data import RowDataset, Samples
+from clipwise.data import RowDataset
+from clipwise.draws import SecretDraws
 from clipwise.engine import ChunkEngine, Views
+from clipwise.guard import Guarded
 from clipwise.methods import Method
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
-from clipwise.records.chance import drawn_on, generators, kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Modes, modes, restored
@@ -54,7 +52,6 @@ from clipwise.types import (
     Refused,
 )
 
-T = TypeVar("T")
 # what a run cannot change on its way
 FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
@@ -136,14 +133,14 @@ class Private:
         # of the batch that was drawn, where nobody can change them
         self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
-        self._stepping, self._earlier = False, earlier
+        self._earlier = earlier
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: set[Modes] = set()  # those that were self-tested
-        self._draws: dict[Modes, bool] = {}  # by mode, whether a step draws at random
+        self._draws = SecretDraws(model, data)
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
-        _guard(optimizer, self)
+        self._guarded = Guarded(optimizer)
 
     def __repr__(self) -> str:
         """How far it is, of what."""
@@ -308,7 +305,9 @@ class Private:
             return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
 
         with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
-            private, self.observed, momenta = self._secretly(batch.stream, computed)
+            private, self.observed, momenta = self._draws.computed(
+                batch.stream, self._mode, computed, empty=not len(self._indices)
+            )
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -336,12 +335,7 @@ class Private:
         torch._foreach_copy_(gradients, [update[name] for name in parameters])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
             parameter.grad = gradient
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
-            self.optimizer.zero_grad(set_to_none=True)
+        self._guarded.step()
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -356,14 +350,6 @@ class Private:
             "post": str(self.post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
         }
-
-    def refuse_other_steps(self) -> None:
-        """Refuse a step of the optimizer that is not this run's own: no statement would cover it."""
-        if not self._stepping:
-            raise Refused(
-                "this optimizer belongs to a private run, and a step of its own would use gradients without noise; "
-                "write private.step(batch) instead of loss.backward() and optimizer.step()"
-            )
 
     def planned(self, steps: int) -> list[tuple[Event, int]]:
         """What so many steps record."""
@@ -406,9 +392,7 @@ class Private:
         """The methods that steps were made with, as the statement names them."""
         return self._methods_used
 
-    def resumed(
-        self, step: int, method: Method, state: PublicState, hidden: Gradient | None, used: str | None = None
-    ) -> None:
+    def resumed(self, step: int, method: Method, state: PublicState, hidden: Gradient | None, used: str) -> None:
         """Go on from a checkpoint; ``used`` names the methods so far.
 
         Releases since the checkpoint, which it does not know, may have used its memory: a second use is paid for by
@@ -417,8 +401,7 @@ class Private:
         device = self._passes.device  # checkpoints are read to the CPU
         state = PublicState(**on_device(vars(state), device))
         hidden = on_device(hidden, device)
-        self._taken, self._state = step, state
-        self._methods_used = self._methods_used if used is None else used
+        self._taken, self._state, self._methods_used = step, state, used
         self._go_on_with(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
@@ -444,28 +427,6 @@ class Private:
     def engine(self, samples: Tensor, seed: int) -> ChunkEngine:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
-
-    def _secretly(self, stream: Stream, compute: Callable[[], T]) -> T:
-        """What is computed, where the model and the data may draw: by a row's place, so it must be as secret as noise.
-
-        Nothing is seeded for a model without dropout that drew nothing in its first step in this mode, on data that are
-        tensors; a dropout may be of 0 for a while. Where it draws later all the same, it is computed again.
-        """
-        mode, device = self._mode, self._passes.device
-        if not self._draws.get(mode, True):
-            before = drawn_on(device)
-            found = compute()
-            if torch.equal(drawn_on(device), before):
-                return found
-            self._draws[mode] = True  # what it drew could be foreseen
-        with kept({device} if device.type == "cuda" else set()):
-            seeded(stream.seed())
-            at_first = None if mode in self._draws else generators()
-            found = compute()
-            if at_first is not None and len(self._indices):
-                drops = any(isinstance(module, _DropoutNd) for module in self.model.modules())
-                self._draws[mode] = drops or isinstance(self.data, Samples) or generators() != at_first
-            return found
 
     def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
@@ -497,13 +458,3 @@ class Private:
                 "data were the same, make one run after the other, with spent=the earlier one's ledger",
                 stacklevel=4,
             )
-
-
-# optimizer → the hook that keeps it to its private run; a later run of the same optimizer takes its place
-_GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-
-
-def _guard(optimizer: Optimizer, private: Private) -> None:
-    if optimizer in _GUARDS:
-        _GUARDS[optimizer].remove()
-    _GUARDS[optimizer] = optimizer.register_step_pre_hook(lambda *_: private.refuse_other_steps())

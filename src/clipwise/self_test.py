@@ -9,30 +9,27 @@ read and computed together, and once more in pieces, each read by itself: losses
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from clipwise.data import Samples
 from clipwise.methods import Method
-from clipwise.passes import Passes, PublicState, probed, stacked
+from clipwise.passes import Passes, PublicState, probed
+from clipwise.reading import READ, Reader, shapes
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
-from clipwise.records.chance import generators, reseeds, seeded, still
+from clipwise.records.agreement import in_half, limits, moved_weights
+from clipwise.records.chance import generators, seeded, still, watched
 from clipwise.records.checks import (
-    OWN_SEED,
     alone_as_together,
+    changed_at,
     culprit,
     exchanged,
-    in_half,
-    limits,
     losses_of,
-    moved_weights,
     refuse_remembered,
     same_losses,
     self_test,
@@ -41,13 +38,12 @@ from clipwise.records.displacement import Own
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
-from clipwise.records.trees import mapped, picked, tensors
+from clipwise.records.trees import mapped
 from clipwise.step import Rule
 from clipwise.types import Batch, Refused
 
 FEW = 4  # samples that are looked at closely
 LOOKS = 2  # at a whole step's samples, each time others
-READ = 64  # samples on which it is seen whether reading draws at random
 SEEDS = 8  # for what draws at random, at the size of a step
 TINY = 1e-3  # losses of this size and below are compared as if they were of it: rounding is of the outputs' size
 
@@ -66,8 +62,8 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
         return torch.randperm(samples, generator=draw, device="cpu")[:count].sort().values
 
     size = min(samples, passes.most(method))
-    reading = _reading(passes, drawn(max(size, READ)))
-    rows, each = _read(passes, few, torch.arange(len(few), device="cpu").split(1), reading)
+    reader = Reader.of(passes, drawn(max(size, READ)))
+    rows, each = reader.read(few, torch.arange(len(few), device="cpu").split(1))
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
     refuse_extremes(passes.model, loss, shown)
@@ -81,7 +77,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw, device="cpu")
         try:
-            _look(passes, method, drawn(size), order, reading, half=half)
+            _look(reader, method, drawn(size), order, half=half)
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
@@ -97,9 +93,6 @@ def _terms(method: Method, gradients: SampleGradients) -> dict[str, Tensor]:
     return {b.names[0]: torch.cat([sums[n].flatten().double() for n in b.names]) / b.bound for b in blocks}
 
 
-# ── as many samples as a step has, together and in pieces ───────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True)
 class _Pass:
     """What one pass over some rows gives."""
@@ -110,13 +103,14 @@ class _Pass:
     drew: bool  # at random, dropout aside
 
 
-def _look(passes: Passes, method: Method, places: Tensor, order: Tensor, reading: Reading, *, half: bool) -> None:
+def _look(reader: Reader, method: Method, places: Tensor, order: Tensor, *, half: bool) -> None:
     """Refuse what gives a sample another loss, or another gradient, in other company, or keeps something of it."""
-    samples, model, loss = len(places), passes.model, passes.capture.loss
-    order = _shorter_first(passes, places, order, reading)
+    passes, samples = reader.passes, len(places)
+    model, loss = passes.model, passes.capture.loss
+    order = reader.shorter_first(places, order)
     # unequal, and one sample alone: what depends on how many there are differs too
     pieces = [piece.sort().values for piece in order.tensor_split([1, 1 + (samples - 1) // 3]) if len(piece)]
-    rows, parts = _read(passes, places, pieces, reading)
+    rows, parts = reader.read(places, pieces)
     whole = _shown(passes, method, places, rows)
     each = [_shown(passes, method, places[p], part) for p, part in zip(pieces, parts, strict=True)]
     count = batch_size(whole) // samples  # rows of each sample, which follow each other
@@ -145,7 +139,7 @@ def _look(passes: Passes, method: Method, places: Tensor, order: Tensor, reading
             found = computed(part, index)
             if (apart := furthest(found.losses, index)) > tolerance:
                 _refuse_company(model, loss, whole, part, index, apart, tolerance)
-            if _shapes(part) == _shapes(whole):
+            if shapes(part) == shapes(whole):
                 refuse_remembered(model, together.held, found.held)
             left, size = _less(left, found.gradient), size + _length(found.gradient)
         apart, moved = _length(left) / size, _length(_less(near.gradient, together.gradient)) / size
@@ -199,9 +193,7 @@ def _computed(model: nn.Module, loss: Loss, rows: Batch, weights: Tensor) -> _Pa
     # cuDNN's recurrent layers have a gradient only in training mode
     with restored(model), still(model), without_cudnn_if_recurrent(model), torch.enable_grad():
         seeded(0)
-        before = generators()
-        losses = losses_of(model, loss, mapped(rows, torch.clone))
-        drew = generators() != before
+        losses, drew = watched(lambda: losses_of(model, loss, mapped(rows, torch.clone)))
         summed = (losses * weights.to(losses)).sum()
         gradient = torch.autograd.grad(summed, parameters, allow_unused=True, materialize_grads=True)
         return _Pass(losses.detach().double(), [g.to_dense() for g in gradient], held(model), drew)
@@ -225,7 +217,7 @@ def _length(gradient: Sequence[Tensor]) -> float:
 
 def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, index: Tensor) -> None:
     """For a model that draws at random: other values for some of the rows, the same draws for the others."""
-    changed = mapped(rows, lambda t: _exchanged(t, index.to(t.device)))
+    changed = mapped(rows, lambda t: changed_at(t, index.to(t.device), exchanged))
     others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[index] = False
     for seed in range(SEEDS):
@@ -244,17 +236,6 @@ def _drawn(model: nn.Module, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor
     with unmoved(model), torch.enable_grad():
         seeded(seed)
         return losses_of(model, loss, mapped(rows, torch.clone)).detach(), generators()
-
-
-def _exchanged(rows: Tensor, index: Tensor) -> Tensor:
-    if not rows.dim():
-        return rows
-    other = rows.clone()
-    other[index] = exchanged(rows)[index]
-    return other
-
-
-# ── what the model is shown, and how it is read ─────────────────────────────────────────────────────────────────────
 
 
 class _Seen(Exception):
@@ -277,120 +258,3 @@ def _shown(passes: Passes, method: Method, samples: Tensor, rows: Batch) -> Batc
     except _Seen as seen:
         return seen.args[0]
     return rows
-
-
-# how samples can be read in pieces as they are read together: again, collated again from one reading, or not at all
-Reading = Literal["again", "collated", "cut"]
-
-
-def _reading(passes: Passes, samples: Tensor) -> Reading:
-    """What chance allows, seen on many samples; a collate function that draws at random is tested here."""
-    data, everything = passes.data, torch.arange(len(samples), device="cpu")
-    if isinstance(data, Samples) and not _twice(lambda: passes.rows(samples[:READ]))[0]:
-        raise Refused(
-            "the same samples came out differently when they were read again, with every generator at the same seed: "
-            "the data set or collate draws from a generator of its own, so that one sample less moves all that is "
-            "drawn for the others, or it changes what it reads; draw from torch's, NumPy's or Python's own generators, "
-            "which every step seeds in secret"
-        )
-    if isinstance(data, Samples) and reseeds(lambda: passes.rows(samples[:READ])):
-        raise Refused(
-            "the data set or collate seeds a generator (torch.manual_seed, random.seed): whatever is drawn afterwards "
-            "in a step, such as dropout's masks, can be foreseen, and one sample more moves what is drawn for every "
-            f"row behind it; {OWN_SEED}"
-        )
-    if not isinstance(data, Samples) or hasattr(data.dataset, "__getitems__"):
-        same, drew = _twice(lambda: passes.rows(samples))
-        if same and not drew:
-            return "again"
-    if isinstance(data, Samples):  # its samples may be drawn at random; then only collate sees several
-        items = [data.dataset[index] for index in samples.tolist()]
-        same, drew = _twice(lambda: _collated(passes, items, everything))
-        if same and not drew:
-            return "collated"
-        _refuse_mixing_collate(lambda of: _collated(passes, of, everything), items)
-    return "cut"
-
-
-def _read(passes: Passes, places: Tensor, pieces: Sequence[Tensor], reading: Reading) -> tuple[Batch, list[Batch]]:
-    """The samples together and in pieces."""
-    data = passes.data
-    if reading == "collated" and isinstance(data, Samples):
-        items = [data.dataset[index] for index in places.tolist()]
-        whole = _collated(passes, items, torch.arange(len(places), device="cpu"))
-        return whole, [_collated(passes, items, piece) for piece in pieces]
-    whole = passes.rows(places)
-    if reading == "again":
-        return whole, [passes.rows(places[piece]) for piece in pieces]
-    return whole, [picked(whole, piece) for piece in pieces]
-
-
-def _shorter_first(passes: Passes, places: Tensor, order: Tensor, reading: Reading) -> Tensor:
-    """The order with one of the first samples in front that is read in another shape alone: where collate pads."""
-    if not isinstance(passes.data, Samples) or reading == "cut":
-        return order
-    shape = _shapes(_read(passes, places, [], reading)[0])
-    for i, one in enumerate(order[:READ].split(1)):
-        if _shapes(_read(passes, places[one], [], reading)[0]) != shape:
-            return torch.cat([one, order[:i], order[i + 1 :]])
-    return order
-
-
-def _shapes(rows: Batch) -> tuple[torch.Size, ...]:
-    return tuple(t.shape[1:] for t in tensors(rows))
-
-
-def _collated(passes: Passes, items: list[Any], some: Tensor) -> Batch:
-    """One batch of copies of these samples, since a collate function may take them apart."""
-    assert isinstance(passes.data, Samples)
-    with stacked():
-        rows = passes.data.collate(copy.deepcopy([items[i] for i in some.tolist()]))
-    return passes.placed(rows, len(some))
-
-
-def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:
-    """Whether what is read is the same at the same seed, and whether it was drawn at random."""
-    seeded(0)
-    before = generators()
-    one = read()
-    drew = generators() != before
-    seeded(0)
-    return _same(one, read()), drew
-
-
-def _refuse_mixing_collate(collated: Callable[[list[Any]], Batch], items: list[Any]) -> None:
-    """For a collate function that draws at random: other samples in the places of half of them, the same draws."""
-    alike = dict[Any, list[int]]()
-    for place, item in enumerate(items):  # a sample of another length may shift all that is drawn
-        alike.setdefault(_form(item), []).append(place)
-    for seed in range(SEEDS):
-        some, others = torch.randperm(len(items), device="cpu").tensor_split(2)
-        changed, exchanged = list(items), set(some.tolist())
-        for group in alike.values():  # one sample in all their places: merely permuted, they would have the same mean
-            for place in exchanged.intersection(group):
-                changed[place] = items[group[seed % len(group)]]
-        seeded(seed)
-        before, drawn = collated(items), generators()
-        seeded(seed)
-        after, drawn_then = collated(changed), generators()
-        if drawn == drawn_then and not _same(picked(before, others), picked(after, others)):
-            raise Refused(
-                "collate mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
-                "of one sample alone, without mixup or statistics of the batch"
-            )
-
-
-def _form(item: Any) -> Any:
-    """What two samples have in common that are read alike: types, shapes and lengths."""
-    if hasattr(item, "shape"):
-        return type(item), tuple(item.shape)
-    if isinstance(item, dict):
-        return tuple((key, _form(value)) for key, value in item.items())
-    if isinstance(item, (list, tuple)):
-        return type(item), tuple(map(_form, item))
-    return type(item), len(item) if hasattr(item, "__len__") else None
-
-
-def _same(one: Batch, other: Batch) -> bool:
-    pairs = zip(tensors(one), tensors(other), strict=True)
-    return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), 1e-6, equal_nan=True) for a, b in pairs)

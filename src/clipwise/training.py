@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from clipwise import methods
 from clipwise.accounting import Ledger, spent
+from clipwise.accounting.ledger import counts, listed, totals
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
@@ -245,7 +245,7 @@ class _Loop:
             "steps": self.private.steps,
             "plan": self.plan,
             "releases": self.private.ledger.releases,  # more than the steps, where something was spent before
-            "recorded": self.private.ledger.as_dict()["totals"],
+            "recorded": listed(totals(self.private.ledger.entries).items()),
             "method": str(self.private.method),
             "used": self.private.methods_used,
             "model": self.private.model.state_dict(),
@@ -277,15 +277,10 @@ class _Loop:
 
     def restore(self) -> None:
         assert self.folder is not None
-        state = self.folder.checkpoint()
+        state = self.folder.load(CHECKPOINT)
         self._refuse_another(state)
         ledger = self.folder.ledger()  # what was spent before is in it
-        if "recorded" not in state:
-            raise InputError(
-                f"the run in {self.folder.path} was begun with an earlier version of clipwise, which did not keep what "
-                "its ledger must hold: resume it with that version, or make a new run with spent=its ledger"
-            )
-        if lost := _counts(state["recorded"]) - _counts(ledger.as_dict()["totals"]):
+        if lost := counts(state["recorded"]) - counts(listed(ledger.entries)):
             raise Refused(
                 f"the ledger in {self.folder.path} holds {ledger.releases} releases, and lacks {lost.total()} of the "
                 f"{state['releases']} that the checkpoint knows of, such as {next(iter(lost))}: ε would be too small; "
@@ -295,7 +290,7 @@ class _Loop:
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
         same = state["method"] == str(self.private.method)  # it need not be one that has an expression
         method = self.private.method if same else methods.parse(state["method"])
-        self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden, state.get("used"))
+        self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden, state["used"])
         if repeated := ledger.releases - state["releases"]:
             self._warn_of_repeated(repeated)
         self.private.model.load_state_dict(state["model"])
@@ -339,11 +334,6 @@ def _numbers(found: Any) -> dict[str, float]:
     except (AttributeError, TypeError, ValueError, RuntimeError):  # torch raises the last for several numbers
         said = f"evaluate must give numbers by name, such as {{'accuracy': 0.9}}, got {found!r}"
         raise InputError(said) from None
-
-
-def _counts(totals: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """How often each release was recorded."""
-    return Counter({json.dumps({k: v for k, v in each.items() if k != "count"}): each["count"] for each in totals})
 
 
 def _holds(rows: Sequence[Mapping[str, Any]], step: int) -> bool:

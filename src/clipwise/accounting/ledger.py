@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
@@ -205,6 +205,15 @@ def totals(entries: Iterable[tuple[Event, int]]) -> Counter[Event]:
 def listed(entries: Iterable[tuple[Event, int]]) -> list[dict[str, Any]]:
     """Entries as plain values: the kind, its numbers and the count."""
     return [{**_fields(event), "count": count} for event, count in entries]
+
+
+def counts(entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many releases of each kind there are among such plain values, which may have been read from a file."""
+    found: Counter[str] = Counter()
+    for entry in entries:
+        kind = {name: value for name, value in entry.items() if name != "count"}
+        found[json.dumps(kind, sort_keys=True)] += entry["count"]
+    return found
 
 
 def _likely(previous: Event | None) -> list[Event]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from clipwise.bench.cases import CASES, GPU_CASES, Case
 from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, Step
 from clipwise.bench.profile import Layer, slowest, slowest_of
-from clipwise.bench.run import Cell, Row, Table, as_text, bench
+from clipwise.bench.run import bench
+from clipwise.bench.table import Cell, Row, Table, as_text
 
 __all__ = [
     "CASES",

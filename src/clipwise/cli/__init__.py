@@ -3,6 +3,9 @@
 Receives: the arguments of the command line.
 Gives: an exit code: 0, 1 for an audit that finds a false claim, 2 with one line on standard error for bad input,
 130 after Ctrl-C.
+
+What the subcommands share: options (arguments to settings), parts (what a run is made of), runs (one run), stopping
+(and going on), screen (tables and progress); retrained is the audit's.
 """
 
 from __future__ import annotations

@@ -26,16 +26,8 @@ from clipwise.accounting import Ledger, spent
 from clipwise.accounting.calibration import least_noise
 from clipwise.advice import EDGES, compared, histogram, median, named
 from clipwise.cli.options import words
-from clipwise.cli.runs import (
-    loss_of,
-    network,
-    new_folder,
-    resolved,
-    spent_before,
-    splits_for,
-    steps_of,
-    use_threads,
-)
+from clipwise.cli.parts import loss_of, network, resolved, spent_before, splits_for, steps_of, use_threads
+from clipwise.cli.runs import new_folder
 from clipwise.cli.screen import rendered
 from clipwise.config import AdviseConfig, TrainConfig
 from clipwise.data import Arrays, Splits

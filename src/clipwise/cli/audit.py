@@ -6,12 +6,9 @@ Gives: the verdict table, as text or JSON, and for a run also in its folder; Fin
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,26 +16,20 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
 
 from clipwise import methods
 from clipwise.accounting import Ledger
-from clipwise.accounting.ledger import listed, totals
-from clipwise.audit import AuditPlan, Roc, Verdict, audit, coins, logistic_attack, registered, shadow_attack, watched
-from clipwise.audit.one_run import bound_of
-from clipwise.audit.verdict import WHOLE_RUNS, row
+from clipwise.accounting.ledger import counts, listed
+from clipwise.audit import AuditPlan, Roc, Verdict, audit, registered
+from clipwise.audit.verdict import WHOLE_RUNS
 from clipwise.cli import Finding
-from clipwise.cli.runs import loss_of, network, optimizer_of, splits_for, use_threads
+from clipwise.cli.retrained import Retrained
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
-from clipwise.data import Splits
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
-from clipwise.private import Private
-from clipwise.records import device_of
-from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, tensors_in, write
+from clipwise.report.folder import AUDIT, LEDGER, SETTINGS, STATEMENT, STATEMENT_TEXT, write
 from clipwise.report.runs import refuse_unfinished
-from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
@@ -81,7 +72,7 @@ def run(config: AuditConfig) -> str:
     finished = _read(Path(config.run[0])) if config.run else None
     plan = _plan(config, finished)
     chosen = registered() if not config.method else tuple(methods.parse(text) for text in config.method)
-    again: _Again | None = None
+    again: Retrained | None = None
     if finished is not None:
         own = _parsed(finished.statement["method"])
         chosen = () if own is None else (own,)
@@ -156,12 +147,12 @@ def _ledger(finished: _Finished) -> Verdict:
     stated, text = finished.statement, finished.path / STATEMENT_TEXT
     with Ledger(finished.path / LEDGER) as ledger:
         spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
-        kinds = _counts(listed(totals(ledger.entries).items()))
+        kinds = counts(listed(ledger.entries))
     claim = f"({rounded_up(stated['epsilon'])}, {stated['delta']:g})-differentially private"
     wrong = []
     if releases != stated["releases"]:
         wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
-    elif kinds != _counts([*stated["entries"], *stated["spent_before"]]):
+    elif kinds != counts([*stated["entries"], *stated["spent_before"]]):
         wrong.append(f"the ledger's releases are of other kinds than {STATEMENT} says")
     if spent > stated["epsilon"] * (1 + 1e-9):
         wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")
@@ -171,15 +162,7 @@ def _ledger(finished: _Finished) -> Verdict:
     return Verdict(stated["method"], RECOUNT, stated["epsilon"], spent, spent, not wrong, detail)
 
 
-def _counts(entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """How many releases of each kind there are."""
-    found: Counter[str] = Counter()
-    for entry in entries:
-        found[json.dumps({**entry, "count": None}, sort_keys=True)] += entry["count"]
-    return found
-
-
-def _again(finished: _Finished, plan: AuditPlan, *, needed: bool) -> tuple[_Again | None, str]:
+def _again(finished: _Finished, plan: AuditPlan, *, needed: bool) -> tuple[Retrained | None, str]:
     """What trains the run anew, and what its audit rests on; None where that cannot be done, unless it is needed."""
     stated = finished.statement["method"]
     try:
@@ -187,7 +170,7 @@ def _again(finished: _Finished, plan: AuditPlan, *, needed: bool) -> tuple[_Agai
             raise InputError(f"its method {stated} is not clipwise's own")
         if finished.settings is None:
             raise InputError(IN_PYTHON)
-        return _Again(finished.path, finished.settings, stated, plan), RETRAINED
+        return Retrained(finished.path, finished.settings, stated, plan), RETRAINED
     except InputError as error:
         if needed:
             raise InputError(f"--shadows trains the run anew, which cannot be done: {error}") from error
@@ -201,86 +184,6 @@ def _parsed(method: str) -> Method | None:
         return methods.parse(method)
     except InputError:
         return None
-
-
-class _Again:
-    """The run's network, data, method, noise and steps once more."""
-
-    def __init__(self, path: Path, settings: TrainConfig, method: str, plan: AuditPlan) -> None:
-        self._path, self._settings, self._method, self._plan = path, settings, method, plan
-        use_threads(settings)
-        self._all = splits_for(settings, settings.model or "")
-        self._splits = network(settings, self._all).splits
-
-    def _private(self, data: tuple[Tensor, ...]) -> Private:
-        """The network before training, on other rows at the same sampling rate."""
-        settings, plan = self._settings, self._plan
-        start = network(settings, self._all)
-        return make_private(
-            start.model,
-            optimizer_of(settings, [p for p in start.model.parameters() if p.requires_grad]),
-            data,
-            loss=loss_of(self._splits, settings.precision),
-            method=self._method,
-            noise_multiplier=plan.noise_multiplier,
-            delta=plan.delta,
-            steps=plan.steps,
-            batch=max(1, round(plan.sampling_rate * len(data[0]))),
-            chunk=settings.chunk,
-            noise=plan.noise,
-            accountant=settings.accountant,
-            self_test=False,
-            post=settings.post,
-            public=start.public,
-        )
-
-    def one_run(self, canaries: int, confidence: float) -> Verdict:
-        """The audit from one run: strange test rows with wrong labels are behind the run's own rows, by fair coins."""
-        splits, plan = self._splits, self._plan
-        inputs, labels = (t[:canaries] for t in splits.test.data)
-        inputs, wrong = _shuffled(inputs), _wrong(labels, splits)
-        included = coins(len(labels), plan.noise)
-        private = self._private(
-            tuple(torch.cat([own, new[included]]) for own, new in zip(splits.train.data, (inputs, wrong), strict=True))
-        )
-        device = device_of(private.model)
-        total = watched(private, (inputs.to(device), wrong.to(device)), len(splits.train))
-        bound = bound_of(total, included.numpy(), delta=plan.delta, confidence=confidence)
-        detail = f"with {len(labels)} canaries, {len(labels) // 5} guesses"
-        return row(methods.parse(self._method), "one run (retrained)", private.epsilon(), bound, detail)
-
-    def membership(self, shadows: int, progress: Callable[[str], None]) -> dict[str, Roc]:
-        """Attacks on the run's own model: its training rows are members, its test rows are not."""
-        members, others = self._splits.train.data, self._splits.test.data
-        model = network(self._settings, self._all).model
-        model.load_state_dict(tensors_in(self._path / MODEL))
-        found = {"logistic": logistic_attack(model, members, others)}
-        if shadows:
-            everybody = tuple(torch.cat(pair) for pair in zip(members, others, strict=True))
-            trained = itertools.count(1)
-
-            def train(rows: Tensor) -> nn.Module:
-                progress(f"shadow {next(trained)} of {shadows}")
-                private = self._private(tuple(t[rows] for t in everybody))
-                for batch in private.batches():
-                    private.step(batch)
-                return private.model
-
-            found["likelihood ratio"] = shadow_attack(model, train, members, others, shadows=shadows)
-        return found
-
-
-def _wrong(labels: Tensor, splits: Splits) -> Tensor:
-    """Any class but a row's own; for a regression, a number that is far off."""
-    if splits.task == "regression":
-        return labels + 10 * labels.std().clamp(min=1e-6)
-    return (labels + 1 + torch.arange(len(labels)) % (splits.classes - 1)) % splits.classes
-
-
-def _shuffled(inputs: Tensor) -> Tensor:
-    """Each row's entries in an order of their own: strange samples, with gradients of their own."""
-    order = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)).flatten(1).argsort(1)
-    return inputs.flatten(1).gather(1, order).view_as(inputs)
 
 
 def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:

@@ -16,14 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads, warn_of
+from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
+from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, rendered
 from clipwise.cli.stopping import Stopped, again, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
-from clipwise.report.answer import RunNumbers, best, in_numbers, ranking
+from clipwise.report.answer import ACCURACY, RunNumbers, best, in_numbers, ranking
 from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT, RunFolder
 from clipwise.report.runs import Recorded, short
 from clipwise.types import InputError
@@ -83,7 +84,7 @@ def run(config: CompareConfig) -> str:
         raise
     runs = read(times)
     found = in_numbers(runs)
-    most = best(found, lambda row: row.accuracy, max, "{:.1%}".format)
+    most = best(found, ACCURACY)
     rows = [
         _compared(text, run, row, times[run.path], row in most)
         for (text, _), run, row in zip(plans, runs, found, strict=True)

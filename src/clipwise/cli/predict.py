@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import methods, models
-from clipwise.cli.runs import use_threads
+from clipwise.cli.parts import use_threads
 from clipwise.config import PredictConfig, TrainConfig, from_toml, made
 from clipwise.data.columns import Values, word
 from clipwise.data.unlabelled import Unlabelled, unlabelled

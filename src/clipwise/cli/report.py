@@ -16,15 +16,10 @@ from clipwise.config import ReportConfig
 from clipwise.plain import as_json
 from clipwise.report import read, write_report
 from clipwise.report.answer import in_numbers, told
-from clipwise.types import InputError
 
 
 def run(config: ReportConfig) -> str:
     """Read the runs and write the report; one folder's report goes into that folder unless another is named."""
-    if not config.runs:
-        raise InputError(
-            "expected the folder of at least one run, got none: write for instance clipwise report runs/RUN"
-        )
     found = read(config.runs)
     folder = Path(config.folder or (config.runs[0] if len(config.runs) == 1 else new_folder("report")))
     page, numbers, *plots = write_report(found, folder, plots=True)

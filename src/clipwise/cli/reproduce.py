@@ -11,7 +11,6 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,17 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from clipwise import methods, postprocess
-from clipwise.cli.runs import (
+from clipwise.cli.parts import (
     loss_of,
     measured_every,
     network,
-    new_folder,
     optimizer_of,
     resolved,
-    run_one,
     scheduler_of,
     splits_for,
     steps_of,
 )
+from clipwise.cli.runs import new_folder, run_one
 from clipwise.cli.screen import Bar, rendered
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made
 from clipwise.data import Arrays, Splits
@@ -139,7 +137,12 @@ class _Study:
         if one.noise_free:
             return self._noise_free(plan, splits)
         rows: Curve = []
-        look = partial(self._private_look, splits, rows, self._keys(plan, splits))
+        keys = self._keys(plan, splits)
+
+        def look(model: nn.Module, method: Method) -> None:
+            engine = ChunkEngine(Capture(model, loss_of(splits)), keys)
+            rows.append(self._look(model, splits, keys, method, engine))
+
         done = run_one(resolved(plan), splits, self.folder / f"{number}-{seed}", bar, look)
         steps: Curve = [dict(measured) | seen for measured, seen in zip(done.metrics, rows, strict=True)]
         final, curves = self._end(done.model, splits)
@@ -170,9 +173,6 @@ class _Study:
     def _keys(self, plan: TrainConfig, splits: Splits) -> Tensor:
         """The training samples that are looked at."""
         return torch.arange(min(self.experiment.samples or plan.batch, len(splits.train)))
-
-    def _private_look(self, splits: Splits, rows: Curve, keys: Tensor, model: nn.Module, method: Method) -> None:
-        rows.append(self._look(model, splits, keys, method, ChunkEngine(Capture(model, loss_of(splits)), keys)))
 
     def _look(self, model: nn.Module, splits: Splits, keys: Tensor, method: Method, engine: Engine) -> dict[str, float]:
         """What is measured while a run goes on, beside test accuracy."""

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.runs import evaluated, new_folder, resolved, run_one, splits_for, use_threads, warn_of
+from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
+from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import resumed
 from clipwise.config import TrainConfig

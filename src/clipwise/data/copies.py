@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clipwise.data.datasets import SHARED, Arrays, RowDataset, Samples, labelled
+from clipwise.data.datasets import Arrays, RowDataset, Samples, labelled
+from clipwise.data.unsampled import SHARED
 from clipwise.types import Refused
 
 MOST = 100_000  # rows in which copies are looked for

@@ -1,4 +1,4 @@
-"""Data sets that can be read at any set of rows, and refusals of what cannot be sampled with a known rate.
+"""Data sets that can be read at any set of rows.
 
 Receives: tensors or arrays (alone, or in a tuple, list or dict), or a map-style torch Dataset.
 Gives: Arrays or Samples, with ``len`` and ``rows(indices) -> batch``.
@@ -8,35 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
 )
 
+from clipwise.data.unsampled import (
+    refuse_iterable,
+    refuse_loader,
+    refuse_overlaps,
+    refuse_repeats,
+    refuse_sampler,
+    refuse_samples,
+)
 from clipwise.types import Batch, InputError, Refused
 
 Collate = Callable[[list[Any]], Batch]
 Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
-COLUMNS = 8  # in a list of more tensors each is more likely a sample
-SHARED = (
-    "share entries, as windows do that slide over a series: what one person gave stands in several rows, and ε is for "
-    "one; cut windows that do not overlap, one person's in one row"
-)
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
 
@@ -64,7 +64,7 @@ class Arrays(Dataset[Any]):
 
         So bytes can stay bytes until they are used. ``prepare`` must treat every row by itself, and the same way.
         """
-        _refuse_overlaps(labelled(data))
+        refuse_overlaps(labelled(data))
         columns = {f"data{label}": _tensor(f"data{label}", column) for label, column in labelled(data)}
         if not columns:
             raise InputError(
@@ -72,9 +72,9 @@ class Arrays(Dataset[Any]):
             )
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
+            listed = ", ".join(f"{length} in {name}" for name, length in lengths.items())
             raise InputError(
-                f"data must hold tensors with equally many rows, got {_listed(lengths)}: "
-                "the first dimension is the sample"
+                f"data must hold tensors with equally many rows, got {listed}: the first dimension is the sample"
             )
         if not all(lengths.values()):
             raise InputError("data must have at least one row, got an empty data set")
@@ -169,71 +169,24 @@ def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:
     if isinstance(data, (Arrays, Samples)) and collate is None:
         return data
     if isinstance(data, DataLoader):
-        _refuse_loader(data)
+        refuse_loader(data)
     if isinstance(data, Sampler):
-        raise Refused(
-            f"data must be a data set, got the sampler {type(data).__name__}: clipwise draws its own Poisson batches, "
-            "since another sampler's rate would make the stated ε wrong; write data=dataset"
-        )
+        refuse_sampler(data)
     if isinstance(data, IterableDataset):
-        _refuse_iterable(data)
+        refuse_iterable(data)
     if isinstance(data, (Subset, ConcatDataset)):
-        _refuse_repeats(data)
+        refuse_repeats(data)
     if collate is None and type(data) is TensorDataset:  # a subclass may read its samples in another way
-        _refuse_samples(data.tensors)
+        refuse_samples(data.tensors)
         return Arrays(data.tensors)
     if isinstance(data, (Tensor, np.ndarray, tuple, list, Mapping)):
         if collate is not None:
             raise InputError("collate must be left out where data are tensors: their rows are read directly")
-        _refuse_samples(data)
+        refuse_samples(data)
         return Arrays(data)
     if isinstance(data, (str, bytes)) or not hasattr(data, "__getitem__"):
         raise InputError(f"data must be {_ACCEPTED}, got {type(data).__name__}: write data=(x, y)")
     return Samples(data, collate)
-
-
-def _refuse_samples(data: Any) -> None:
-    """Refuse a list of samples, which would be read as columns, so that ε would protect a position in all of them."""
-    arrays = (Tensor, np.ndarray)
-    if type(data) not in (list, tuple) or not all(isinstance(each, arrays) and each.ndim for each in data):
-        return  # named columns, or what is refused elsewhere
-    rows, columns = min(map(len, data), default=0), len(data)
-    # a tuple says more surely that it holds columns
-    if rows and columns > (min if isinstance(data, list) else max)(COLUMNS, rows):
-        raise Refused(
-            f"data must be a few columns with one row per sample, got a {type(data).__name__} of {columns} tensors of "
-            f"{rows} rows: if each is a sample, write data=torch.stack(list), or (torch.stack(inputs), labels)"
-        )
-
-
-def _refuse_overlaps(columns: list[tuple[str, Any]]) -> None:
-    """Refuse rows that share memory: windows that slide over a series, or one row for all."""
-    arrays = [(label, column) for label, column in columns if isinstance(column, (Tensor, np.ndarray)) and column.ndim]
-    steps = [_strides(column)[0] for _, column in arrays if len(column) > 1]
-    if steps and not any(steps):  # one such column may be a constant
-        raise Refused(
-            "data must hold every sample once, got one row that stands for all (expanded): they are one sample, with "
-            "as many times the sensitivity that ε is stated for; give rows of different samples"
-        )
-    for label, column in arrays:
-        if _overlaps(column):
-            raise Refused(f"the rows of data{label} {SHARED}")
-
-
-def _overlaps(column: Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether rows may share memory; entries within a row may, and a single row that is repeated is not looked at."""
-    step, *inner = _strides(column)
-    if len(column) < 2 or not step or not all(column.shape):
-        return False
-    within = [(s, size) for s, size in zip(inner, column.shape[1:], strict=True) if s and size > 1]
-    near = sum(s * (size - 1) for s, size in within if s < step)
-    far = min((s for s, _ in within if s >= step), default=None)
-    # a row's entries lie within one step; or, as in a transpose, further apart than all rows together
-    return near >= step or (far is not None and far <= step * (len(column) - 1) + near)
-
-
-def _strides(column: Tensor | np.ndarray[Any, Any]) -> list[int]:
-    return [abs(s) for s in (column.stride() if isinstance(column, Tensor) else column.strides)]
 
 
 def check_finite(name: str, values: Tensor) -> None:
@@ -297,59 +250,3 @@ def _no_rows(batch: Batch) -> Batch:
             return type(batch)()
         return _rebuilt(batch, [_no_rows(value) for value in batch])
     raise InputError(f"collate must give tensors in tuples, lists or dicts, got {type(batch).__name__}")
-
-
-def _refuse_loader(loader: DataLoader[Any]) -> NoReturn:
-    """Say why this loader's batches are not Poisson samples, and what to write."""
-    if isinstance(loader.dataset, IterableDataset):
-        _refuse_iterable(loader.dataset)
-    own = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
-    sampler: object = loader.batch_sampler if own else loader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
-        why = "shuffled batches of a fixed size do not have the privacy amplification of Poisson sampling"
-    elif type(sampler) is SequentialSampler:
-        why = "batches in a fixed order have no privacy amplification by sampling"
-    else:
-        why = f"under its {type(sampler).__name__} the sampling rate, and with it ε, would be wrong"
-    write = "data=loader.dataset"
-    if loader.collate_fn is not default_collate:
-        write += ", collate=loader.collate_fn"
-    raise Refused(f"data must be a data set, got a DataLoader: {why}; write {write} (clipwise draws Poisson batches)")
-
-
-def _refuse_iterable(data: object) -> NoReturn:
-    """Say that a stream of samples cannot be Poisson sampled."""
-    raise Refused(
-        f"data must be map-style, with a length and dataset[i], got {type(data).__name__}, an IterableDataset: "
-        "a stream cannot be Poisson sampled, so that ε would be wrong; read it into tensors and write data=(x, y)"
-    )
-
-
-def _refuse_repeats(data: Dataset[Any]) -> None:
-    """A row that stands in the data twice is moved by twice the bound when its owner leaves."""
-    origins = _origins(data)
-    _, kind, counts = torch.unique(origins[:, :2], dim=0, return_inverse=True, return_counts=True)
-    repeated = origins[counts[kind] > 1]
-    if len(repeated):
-        raise Refused(
-            f"data must hold every sample once, got a {type(data).__name__} with index {int(repeated[:, 2].min())} "
-            "repeated: a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
-        )
-
-
-def _origins(data: Any) -> Tensor:
-    """Where each row comes from, through subsets and concatenations: [row, (data set, place in it, index)]."""
-    if isinstance(data, Subset):
-        return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long, device="cpu")]
-    if isinstance(data, ConcatDataset):
-        return torch.cat([_origins(part) for part in data.datasets])
-    index = torch.arange(len(data), device="cpu")
-    source, place = id(data), index
-    if type(data) is TensorDataset:  # several may be of the same tensors, or of parts of them
-        first = data.tensors[0]
-        source, place = first.untyped_storage().data_ptr(), index * first.stride(0) + int(first.storage_offset())
-    return torch.stack([torch.full_like(index, source), place, index], 1)
-
-
-def _listed(lengths: Mapping[str, int]) -> str:
-    return ", ".join(f"{length} in {name}" for name, length in lengths.items())

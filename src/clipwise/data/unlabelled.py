@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.data import images, tables
+from clipwise.data import images, npz, tables
 from clipwise.data.columns import Range, Values
-from clipwise.data.load import load, npz_inputs, read_npz
+from clipwise.data.load import load
 from clipwise.data.source import Source, parsed
 from clipwise.data.text import sizes
 from clipwise.types import InputError
@@ -71,11 +71,11 @@ def _trained_on(source: Source) -> tables.Table:
 
 
 def _of_arrays(source: Source, path: Path) -> Unlabelled:
-    arrays = read_npz(path)
+    arrays = npz.read(path)
     if "x" not in arrays:
         raise InputError(f"{path} must hold x, got {', '.join(arrays) or 'no arrays'}: write numpy.savez(path, x=x)")
-    x, known = npz_inputs("x", arrays["x"]), load(source.text)  # how many classes there are is known from it alone
-    kind = npz_inputs("x", read_npz(source.path)["x"]).dtype  # bytes, tokens or fractions, before they are prepared
+    x, known = npz.inputs("x", arrays["x"]), load(source.text)  # how many classes there are is known from it alone
+    kind = npz.inputs("x", npz.read(source.path)["x"]).dtype  # bytes, tokens or fractions, before they are prepared
     if (x.dtype, tuple(x.shape[1:])) != (kind, known.shape):
         raise InputError(
             f"x must be of {kind} with rows of shape {list(known.shape)}, as the run was trained on, got {x.dtype} "

@@ -1,9 +1,9 @@
 """What a pass draws at random: all generators seeded, looked at and put back, and dropout held still.
 
 Receives: a seed, or a model.
-Gives: seeded, generators and drawn_on (states, to compare), reseeds, kept (a context that puts them back), and still (a
-context in which dropout lets everything through, so that a batch and its samples one by one can be compared in training
-mode).
+Gives: seeded, generators and drawn_on (states, to compare), watched and reseeds (whether a call draws, or seeds), kept
+(a context that puts them back), and still (a context in which dropout lets everything through, so that a batch and its
+samples one by one can be compared in training mode).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+T = TypeVar("T")
 _DROPOUTS = frozenset(
     (
         *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -42,6 +43,12 @@ def generators() -> tuple[Any, ...]:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *devices)]
     return random.getstate(), (kind, np.asarray(words).tobytes(), *rest), *states
+
+
+def watched(call: Callable[[], T]) -> tuple[T, bool]:
+    """What a call gives, and whether it drew at random."""
+    before = generators()
+    return call(), generators() != before
 
 
 def drawn_on(device: torch.device) -> Tensor:

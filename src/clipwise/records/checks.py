@@ -16,18 +16,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from clipwise.records.agreement import agree, in_half, joint, most_apart, tolerances
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import generators, reseeds, seeded, still
+from clipwise.records.chance import reseeds, seeded, still, watched
 from clipwise.records.gradients import SampleGradients, from_dense
-from clipwise.records.kernels.gram import HALF
-from clipwise.records.states import held, put_back, restored, unmoved
+from clipwise.records.states import held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, InputError, Refused
 
-AGREES, HALF_AGREES = 1e-3, 5e-2  # how far apart two ways to compute norms, sums or losses may be, of their size
-AT_MOST, HALF_AT_MOST = 5e-2, 0.3  # the same where the network itself blows rounding up
-ROUNDING, HALF_ROUNDING = 1e-5, 2.0**-9  # of each weight: what fast float32 convolutions lose, and what bfloat16 does
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
 MODEL_MIXES = (
     "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function); check "
@@ -103,10 +100,10 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
                 return capture(batch)
 
         fast, slow = together(), _one_by_one(model, loss, batch)
-        for_norms, for_sums = _tolerances(model, fast, together)
-        _agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
+        for_norms, for_sums = tolerances(model, fast, together)
+        agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
-        _agree("sums", _joint(fast, weights), _joint(slow, weights), for_sums, MODEL_MIXES)
+        agree("sums", joint(fast, weights), joint(slow, weights), for_sums, MODEL_MIXES)
 
 
 def _refuse_unused(model: nn.Module, loss: Loss, batch: Batch, unused: Sequence[str]) -> None:
@@ -132,9 +129,7 @@ def _refuse_unused(model: nn.Module, loss: Loss, batch: Batch, unused: Sequence[
 def draws(model: nn.Module, loss: Loss, batch: Batch) -> bool:
     """Whether a pass draws at random, dropout aside: then a batch and its samples one by one are different draws."""
     with unmoved(model), still(model):
-        before = generators()
-        loss(model, batch)
-        return generators() != before
+        return watched(lambda: loss(model, batch))[1]
 
 
 def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
@@ -170,8 +165,7 @@ def alone_as_together(
 
     def own(places: Tensor) -> tuple[SampleGradients, bool]:
         with unmoved(model):  # each from the same buffers: a spectral norm moves its own
-            before = generators()
-            return gradients(places), generators() != before
+            return watched(lambda: gradients(places))
 
     with restored(model), still(model), forbidden():
         places = torch.arange(samples, device="cpu")
@@ -181,11 +175,11 @@ def alone_as_together(
             together, _ = own(places)
         each = [own(place)[0] for place in places.split(1)]
         weights = torch.linspace(0.5, 1.5, samples, device=together.norms().device)
-        for_norms, for_sums = _tolerances(model, together, lambda: own(places)[0])
-        _agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
-        parts = [_joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
-        _agree("sums", _joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
-        most, own_terms = HALF_AT_MOST if in_half(together) else AT_MOST, [terms(g) for g in each]
+        for_norms, for_sums = tolerances(model, together, lambda: own(places)[0])
+        agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
+        parts = [joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
+        agree("sums", joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
+        most, own_terms = most_apart(in_half(together)), [terms(g) for g in each]
         for name, term in terms(together).items():
             apart = float(torch.linalg.vector_norm(term - torch.stack([t[name] for t in own_terms]).sum(0)))
             if apart > most * math.sqrt(samples):
@@ -195,61 +189,6 @@ def alone_as_together(
                     "left of its gradient but rounding, which the method makes as long as any, freeze it by "
                     "requires_grad_(False), or weigh it by flat or automatic"
                 )
-
-
-def _joint(gradients: SampleGradients, weights: Tensor) -> Tensor:
-    summed = gradients.weighted_sum(weights)
-    return torch.cat([summed[name].flatten() for name in gradients.names])
-
-
-def _tolerances(model: nn.Module, here: SampleGradients, again: Callable[[], SampleGradients]) -> tuple[float, float]:
-    """How far apart two ways to compute the same norms may come out, and the same sums.
-
-    Some networks blow rounding up (many of a ReLU's inputs are at its kink), so that no two ways agree closely. How
-    much this one does is seen by moving its weights by as much as rounding would.
-    """
-    half = in_half(here)
-    with moved_weights(model, half):
-        there = again()
-    weights = torch.ones(here.samples, device=here.norms().device)
-    moved = ((here.norms(), there.norms()), (_joint(here, weights), _joint(there, weights)))
-    norms, sums = (_apart(before.double(), after.double()) for before, after in moved)
-    return limits(norms, half), limits(sums, half)
-
-
-@contextmanager
-def moved_weights(model: nn.Module, half: bool) -> Iterator[None]:
-    """The model with weights that differ by as much as rounding would make them."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    rounding = HALF_ROUNDING if half else ROUNDING
-    with put_back(model, dict(model.named_parameters())):
-        with torch.no_grad():
-            for p in trainable(model).values():
-                p.mul_(1 + rounding * torch.randn(p.shape, generator=generator, device="cpu").to(p))
-        yield
-
-
-def limits(moved: float, half: bool) -> float:
-    """How far two ways to compute one thing may be apart, where moved weights moved it so far."""
-    least, most = (HALF_AGREES, HALF_AT_MOST) if half else (AGREES, AT_MOST)
-    return min(most, max(least, 2 * moved)) if math.isfinite(moved) else least
-
-
-def _apart(before: Tensor, after: Tensor) -> float:
-    """The difference's length beside the first one's; 0 where that is not a number."""
-    apart = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-12))
-    return apart if math.isfinite(apart) else 0.0
-
-
-def _agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> None:
-    finite = slow.isfinite()
-    error = torch.linalg.vector_norm((fast.double() - slow.double())[finite])
-    scale = torch.linalg.vector_norm(slow.double()[finite])
-    if not bool(error <= tolerance * scale + 1e-12):
-        raise Refused(
-            f"the self-test failed: per-sample {what} differ from those computed one sample at a time by "
-            f"{float(error / scale):.1e} of their size, expected at most {tolerance:.0e}; {why}"
-        )
 
 
 def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
@@ -318,16 +257,19 @@ def _changed(batch: Batch, place: int) -> Batch:
     """The batch with other values for one sample: one more than they are, where all samples are alike."""
 
     def changed(by: Callable[[Tensor], Tensor]) -> Batch:
-        return mapped(batch, lambda rows: _with_row(rows, place, by(rows)) if rows.dim() else rows)
+        return mapped(batch, lambda rows: changed_at(rows, place, by))
 
     other = changed(exchanged)
     alike = all(map(torch.equal, tensors(batch), tensors(other)))
     return changed(lambda rows: rows + 1 if rows.is_floating_point() else rows) if alike else other
 
 
-def _with_row(rows: Tensor, place: int, other: Tensor) -> Tensor:
+def changed_at(rows: Tensor, index: Any, by: Callable[[Tensor], Tensor]) -> Tensor:
+    """The rows, those of the index changed ``by`` a function of all; what has no rows stays as it is."""
+    if not rows.dim():
+        return rows
     changed = rows.clone()
-    changed[place] = other[place]
+    changed[index] = by(rows)[index]
     return changed
 
 
@@ -415,9 +357,3 @@ def culprit(model: nn.Module, loss: Loss, one: Some, other: Some, seed: int = 0,
         if not torch.allclose(first, second, rtol=tolerance, atol=least, equal_nan=True):
             return name
     return "the loss"
-
-
-def in_half(gradients: SampleGradients) -> bool:
-    """Whether some layer was computed in half precision, by its weights or by autocast."""
-    held = [vars(record) for records in gradients.records.values() for record in records]
-    return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())

@@ -58,6 +58,21 @@ class RunNumbers:
         return f"*{self.name.replace('*', '∗')}*"
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """A number of each run, how it is printed, and which of several is the best: max, min, or none is."""
+
+    value: Callable[[RunNumbers], float | None]
+    shown: Callable[[float], str]
+    pick: Callable[[Iterable[float]], float] | None = None
+
+
+ACCURACY = Quantity(lambda row: row.accuracy, "{:.1%}".format, max)
+ERROR = Quantity(lambda row: row.error, "{:.4g}".format, min)
+ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
+NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
+
+
 def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
     """The runs in numbers."""
     same, clipped, rival = fair(runs, "direction_error"), fair(runs, "clipped"), comparable(runs)
@@ -108,7 +123,7 @@ def answer(found: Sequence[RunNumbers]) -> list[str]:
         said.append(_reason(ranks.order[0], ranks.order[-1]))
     if not ranks.alike:
         said += _noisier(found, ranks.order[0])
-    return [*said, *_quality(found, best(found, lambda row: row.alignment, max, "{:.3f}".format))]
+    return [*said, *_quality(found, best(found, ALIGNMENT))]
 
 
 @dataclass(frozen=True)
@@ -160,12 +175,13 @@ def _least_and_most(ranks: _Ranks) -> str:
 
 def _noisier(found: Sequence[RunNumbers], least: RunNumbers) -> list[str]:
     """That the least biased is not the least noisy, where that is so."""
-    quiet = best(found, lambda row: row.noise, min, _two)
+    quiet = best(found, NOISE)
     if not quiet or least.noise is None or least in quiet:
         return []
+    noisy, quietest = (NOISE.shown(row.noise or 0.0) for row in (least, quiet[0]))
     return [
-        f"Less bias can mean more noise: with {least.said} one step’s noise is {_two(least.noise)} times as long as "
-        f"the gradient it hides, with {_and(quiet)}, the least noisy, {_two(quiet[0].noise or 0.0)} times."
+        f"Less bias can mean more noise: with {least.said} one step’s noise is {noisy} times as long as the gradient "
+        f"it hides, with {_and(quiet)}, the least noisy, {quietest} times."
     ]
 
 
@@ -180,18 +196,14 @@ def ranking(found: Sequence[RunNumbers]) -> str:
     return f"On the same gradients, {'no difference in bias' if alike else 'least biased first'}: {said}.{others}"
 
 
-def best(
-    found: Sequence[RunNumbers],
-    value: Callable[[RunNumbers], float | None],
-    pick: Callable[[Iterable[float]], float],
-    shown: Callable[[float], str],
-) -> list[RunNumbers]:
+def best(found: Sequence[RunNumbers], of: Quantity) -> list[RunNumbers]:
     """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
-    known = [(v, row) for row in found if row.diverged is None and (v := value(row)) is not None and math.isfinite(v)]
-    if not known:
+    ended = [row for row in found if row.diverged is None]
+    known = [(v, row) for row in ended if (v := of.value(row)) is not None and math.isfinite(v)]
+    if of.pick is None or not known:
         return []
-    top = shown(pick(v for v, _ in known))
-    first = [row for v, row in known if shown(v) == top]
+    top = of.shown(of.pick(v for v, _ in known))
+    first = [row for v, row in known if of.shown(v) == top]
     return first if len(first) < len(known) or len(known) == 1 else []
 
 
@@ -298,31 +310,22 @@ def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[
     if truest:
         what = f"what {_and(truest)} release{'s' if len(truest) == 1 else ''} points"
         said.append(f"With bias and noise together, {what} best along the true gradient.")
-    said += _top(
-        found, truest, lambda row: row.accuracy, max, "{:.1%}".format, "most accurate model", "accuracy"
-    ) or _top(found, truest, lambda row: row.error, min, "{:.4g}".format, "least error", "error")
+    said += _top(found, truest, ACCURACY, "most accurate model", "accuracy") or _top(
+        found, truest, ERROR, "least error", "error"
+    )
     return [" ".join([*said, "One run each: small differences are chance."])] if said else []
 
 
-def _top(
-    found: Sequence[RunNumbers],
-    truest: Sequence[RunNumbers],
-    value: Callable[[RunNumbers], float | None],
-    pick: Callable[[Iterable[float]], float],
-    shown: Callable[[float], str],
-    what: str,
-    of: str,
-) -> list[str]:
-    """Whose the ``what`` is, and its value; what all share where there is no difference; nothing if nobody has one."""
-    first = best(found, value, pick, shown)
+def _top(found: Sequence[RunNumbers], truest: Sequence[RunNumbers], of: Quantity, whose: str, what: str) -> list[str]:
+    """Who has the best, and how much; what all share where there is no difference; nothing if nobody has one."""
+    first = best(found, of)
+    known = [of.shown(v) for row in first or found if (v := of.value(row)) is not None and math.isfinite(v)]
     if len(first) == 1:
         also = "also " if first == list(truest) else ""
-        at = f"{shown(value(first[0]) or 0.0)} at ε = {rounded_up(first[0].epsilon)}"
-        return [f"The {what} is {also}{first[0].said}’s: {at}."]
-    known = [v for row in found if (v := value(row)) is not None and math.isfinite(v)]
+        return [f"The {whose} is {also}{first[0].said}’s: {known[0]} at ε = {rounded_up(first[0].epsilon)}."]
     if first:
-        return [f"The {what} is that of {_and(first)}, with no difference between them: {shown(pick(known))}."]
-    return [f"There is no difference in {of}: {shown(pick(known))}."] if known else []
+        return [f"The {whose} is that of {_and(first)}, with no difference between them: {known[0]}."]
+    return [f"There is no difference in {what}: {known[0]}."] if known else []
 
 
 def _and(found: Sequence[RunNumbers]) -> str:
@@ -332,10 +335,6 @@ def _and(found: Sequence[RunNumbers]) -> str:
 
 def _whole(share: float) -> str:
     return f"{share:.0%}"
-
-
-def _two(value: float) -> str:
-    return f"{value:.2g}"
 
 
 def _mean(run: Recorded, name: str) -> float | None:

@@ -73,10 +73,6 @@ class RunFolder:
         torch.save(value, buffer)
         return self.write(name, buffer.getvalue())
 
-    def checkpoint(self) -> dict[str, Any]:
-        """The last checkpoint."""
-        return self.load(CHECKPOINT)
-
     def load(self, name: str) -> dict[str, Any]:
         """Read what ``save`` wrote."""
         return tensors_in(self.path / name)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -18,7 +18,18 @@ from typing import Any
 
 from clipwise.methods import papers
 from clipwise.plain import as_json, rounded_up
-from clipwise.report.answer import RunNumbers, alarms, answer, best, in_numbers, told
+from clipwise.report.answer import (
+    ACCURACY,
+    ALIGNMENT,
+    ERROR,
+    Quantity,
+    RunNumbers,
+    alarms,
+    answer,
+    best,
+    in_numbers,
+    told,
+)
 from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
@@ -139,34 +150,28 @@ def _ends(figure: Figure) -> str:
 class _Column:
     title: str
     about: str
-    value: Callable[[RunNumbers], float | None]
-    shown: Callable[[float], str]
-    best: Callable[[Iterable[float]], float] | None = None
+    of: Quantity
 
 
 def _columns(found: Sequence[RunNumbers]) -> list[_Column]:
-    several = len(found) > 1
+    several, share = len(found) > 1, "{:.1%}".format
     every = [
-        _Column("accuracy", "of the final model", lambda row: row.accuracy, "{:.1%}".format, max),
-        _Column("error", ROOT_MEAN_SQUARE, lambda row: row.error, "{:.4g}".format, min),
-        _Column("ε", "spent, at the run’s δ", lambda row: row.epsilon, rounded_up),
-        _Column("bias", "on the same gradients", lambda row: row.same_bias if several else None, "{:.1%}".format, min),
-        _Column("own bias", "in its own run", lambda row: row.bias, "{:.1%}".format, min),
-        _Column("noise", "over the gradient’s length", lambda row: row.noise, "{:.2f}".format, min),
-        _Column("alignment", "of releases with the true gradient", lambda row: row.alignment, "{:.3f}".format, max),
-        _Column("clipped", "share of samples shortened", lambda row: row.clipped, "{:.0%}".format),
-        _Column("ECE", "calibration error", lambda row: row.ece, "{:.1%}".format, min),
+        _Column("accuracy", "of the final model", ACCURACY),
+        _Column("error", ROOT_MEAN_SQUARE, ERROR),
+        _Column("ε", "spent, at the run’s δ", Quantity(lambda row: row.epsilon, rounded_up)),
+        _Column("bias", "on the same gradients", Quantity(lambda row: row.same_bias if several else None, share, min)),
+        _Column("own bias", "in its own run", Quantity(lambda row: row.bias, share, min)),
+        _Column("noise", "over the gradient’s length", Quantity(lambda row: row.noise, "{:.2f}".format, min)),
+        _Column("alignment", "of releases with the true gradient", ALIGNMENT),
+        _Column("clipped", "share of samples shortened", Quantity(lambda row: row.clipped, "{:.0%}".format)),
+        _Column("ECE", "calibration error", Quantity(lambda row: row.ece, share, min)),
     ]
-    return [column for column in every if any(column.value(row) is not None for row in found)]
+    return [column for column in every if any(column.of.value(row) is not None for row in found)]
 
 
 def _table(found: Sequence[RunNumbers]) -> str:
     columns, ranked = _columns(found), len(found) > 1 and all(row.rival for row in found)
-    first = {
-        column.title: best(found, column.value, column.best, column.shown)
-        for column in columns
-        if column.best is not None and ranked
-    }
+    first = {column.title: best(found, column.of) if ranked else [] for column in columns}
     heads = "<th scope=col aria-sort=none><button type=button>method</button></th>" + "".join(
         f"<th scope=col aria-sort=none class=num><button type=button>{escape(c.title)}</button>"
         f"<small>{escape(c.about)}</small></th>"
@@ -176,12 +181,12 @@ def _table(found: Sequence[RunNumbers]) -> str:
     for number, row in enumerate(found):
         cells = []
         for column in columns:
-            value = column.value(row)
+            value = column.of.value(row)
             if value is None or not math.isfinite(value):
                 cells.append("<td class=num data-v=''>–</td>")
                 continue
-            mark = " best" if row in first.get(column.title, ()) else ""
-            cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.shown(value)}</td>')
+            mark = " best" if row in first[column.title] else ""
+            cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.of.shown(value)}</td>')
         verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
         verdict += "" if row.diverged is None else f" · <strong>diverged at step {row.diverged}</strong>"
         lines.append(

@@ -1,0 +1,53 @@
+"""What models and data draw in a step, such as dropout's masks, is drawn as secretly as its noise.
+
+Receives: a step's own stream, and what it computes.
+Gives: SecretDraws, which computes it with every generator seeded from the stream, where something draws at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from clipwise.data import RowDataset, Samples
+from clipwise.randomness import Stream
+from clipwise.records import device_of
+from clipwise.records.chance import drawn_on, kept, seeded, watched
+from clipwise.records.states import Modes
+
+T = TypeVar("T")
+
+
+class SecretDraws:
+    """Draws go by a row's place in its batch, so whoever could foresee them would learn who else is in it.
+
+    Nothing is seeded for a model without dropout that drew nothing in its first step in this mode, on data that are
+    tensors; a dropout may be of 0 for a while. Where it draws later all the same, it is computed again.
+    """
+
+    def __init__(self, model: nn.Module, data: RowDataset) -> None:
+        """Nothing is known of them yet."""
+        self._model, self._reading_draws = model, isinstance(data, Samples)
+        self._draws: dict[Modes, bool] = {}  # by the model's mode, whether a step draws at random
+
+    def computed(self, stream: Stream, mode: Modes, compute: Callable[[], T], *, empty: bool) -> T:
+        """What is computed in a step; an ``empty`` one does not tell whether others draw."""
+        device = device_of(self._model)
+        if not self._draws.get(mode, True):
+            before = drawn_on(device)
+            found = compute()
+            if torch.equal(drawn_on(device), before):
+                return found
+            self._draws[mode] = True  # what it drew could be foreseen
+        with kept({device} if device.type == "cuda" else set()):
+            seeded(stream.seed())
+            if empty or mode in self._draws:
+                return compute()
+            found, drew = watched(compute)
+            drops = any(isinstance(module, _DropoutNd) for module in self._model.modules())
+            self._draws[mode] = drops or self._reading_draws or drew
+            return found
