@@ -121,6 +121,53 @@ def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 
 
+class FirstMean(nn.Module):
+    """A network that subtracts the mean of the first rows that it ever sees."""
+
+    def __init__(self, keep: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.keep, self.shift, self.layer = keep, nn.Parameter(torch.zeros(6)), nn.Linear(6, 3)
+        self.seen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.seen:
+            self.keep(self, x.detach().mean(0))
+        self.seen = True
+        return self.layer(x - getattr(self, "mean", 0.0) - self.shift)
+
+
+def by_attribute(module: nn.Module, mean: Tensor) -> None:
+    module.mean = mean  # type: ignore[assignment]
+
+
+def by_number(module: nn.Module, mean: Tensor) -> None:
+    module.mean = float(mean[0])  # type: ignore[assignment]
+
+
+def by_buffer(module: nn.Module, mean: Tensor) -> None:
+    module.register_buffer("mean", mean)
+
+
+def by_parameter(module: nn.Module, mean: Tensor) -> None:
+    module.shift.data.copy_(mean)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("keep", [by_attribute, by_number, by_buffer, by_parameter])
+def test_a_model_that_keeps_something_of_the_first_batch_it_sees_is_refused(keep: Any) -> None:
+    with pytest.raises(Refused, match="it keeps something of its first batch"):
+        private_for(FirstMean(keep))
+
+
+def test_a_model_that_only_remembers_that_it_was_used_passes() -> None:
+    private_for(FirstMean(lambda module, mean: None))
+
+
+def test_a_model_that_cannot_be_copied_passes() -> None:
+    model = nn.Linear(6, 3)
+    model.made = model.weight * 2  # type: ignore[assignment]  # of which torch makes no deep copy
+    private_for(model)
+
+
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_hook_that_mixes_samples_is_found_also_where_it_comes_later(register: str) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))

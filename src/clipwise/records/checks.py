@@ -269,6 +269,27 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     )
 
 
+def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch: Batch, others: Batch) -> None:
+    """Refuse a model that keeps something of the first batch it sees, wherever: after others first, losses differ.
+
+    ``model`` has seen ``batch`` and nothing else, ``fresh`` is its twin from before that.
+    """
+
+    def losses(model: nn.Module, first: Batch) -> Tensor:
+        with restored(model), torch.enable_grad():
+            seeded(0)
+            losses_of(model, loss, first)
+            seeded(0)
+            return losses_of(model, loss, batch).detach()
+
+    if not same_losses(losses(model, batch), losses(fresh, others)):
+        raise Refused(
+            "the model gives samples other losses after it saw other samples first: it keeps something of its first "
+            "batch (a mean, a range, weights that fit it) without noise, and every later step uses it; compute it from "
+            "public data and give it to the model before the run, or leave it out"
+        )
+
+
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
     last, first = _changed(batch, -1), _changed(batch, 0)

@@ -1,7 +1,8 @@
 """What a model holds, and how it is left as it was.
 
 Receives: a model.
-Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back.
+Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
+twin, a model that has seen what this one has, and goes on by itself.
 """
 
 from __future__ import annotations
@@ -42,6 +43,15 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to and a checkpoint would hold."""
     states = {f"{name}[{i}]": t for name, state in _extra_states(model) for i, t in enumerate(_numbers(state))}
     return {name: value.detach().clone() for name, value in {**_writable(model), **states}.items()}
+
+
+def twin(model: nn.Module) -> nn.Module | None:
+    """A copy with the same parameters and buffers, all else its own; None where a model cannot be copied."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a large model is not held twice
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # whatever its own attributes raise
+        return None
 
 
 def _extra_states(model: nn.Module) -> list[tuple[str, Any]]:
