@@ -486,24 +486,43 @@ def test_a_data_set_that_repeats_its_samples_is_warned_of(which: Any, make: Any)
 
 
 class Centres(nn.Module):
-    """Distances to rows that it holds, as a parameter or a buffer, and a layer of them."""
+    """Distances to rows that it holds, in one way or another, and a layer of them."""
 
-    def __init__(self, rows: Tensor, trained: bool) -> None:
+    def __init__(self, rows: Tensor, hold: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.rows = nn.Parameter(rows.clone()) if trained else nn.Buffer(rows.clone())
+        self.rows = hold(rows.clone())
         self.last = nn.Linear(len(rows), 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.exp(-((x[:, None] - self.rows) ** 2).mean(2)))
+        rows = self.rows[0] if isinstance(self.rows, list) else self.rows
+        return self.last(torch.exp(-((x[:, None] - rows) ** 2).mean(2)))
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["centres", "bank"])
-def test_a_model_that_holds_private_samples_is_refused(trained: bool) -> None:
+@pytest.mark.parametrize(
+    "hold", [nn.Parameter, nn.Buffer, lambda rows: rows, lambda rows: [rows]], ids=["centres", "bank", "plain", "list"]
+)
+def test_a_model_that_holds_private_samples_is_refused(hold: Any) -> None:
     """A learning rate of 1e-9 would have left them as they are, to be read off the weights."""
     data = (WIDE, torch.arange(30) % 3)
     with pytest.raises(Refused, match="rows of the model holds the private sample 4, number for number"):
-        private_for(Centres(WIDE[4:9], trained), data, batch=10)
-    private_for(Centres(torch.randn(5, 8), trained), data, batch=10)
+        private_for(Centres(WIDE[4:9], hold), data, batch=10)
+    private_for(Centres(torch.randn(5, 8), hold), data, batch=10)
+
+
+def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    rows, number = WIDE.clone(), len(WIDE)
+
+    def to_the_mean(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) + (model(batch[0]) - model(rows).detach().mean(0)).square().sum(1)
+
+    def by_number(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) / number
+
+    data = (WIDE, torch.arange(30) % 3)
+    private_for(nn.Linear(8, 3), data, batch=10, loss=by_number)
+    assert not [w for w in recwarn if "the loss names" in str(w.message)]
+    with pytest.warns(UserWarning, match="the loss names rows, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
 
 
 def test_weights_that_are_rows_of_the_data_by_chance_pass() -> None:

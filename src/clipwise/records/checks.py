@@ -277,10 +277,10 @@ def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch
 
     def losses(model: nn.Module, first: Batch) -> Tensor:
         with restored(model), torch.enable_grad():
-            seeded(0)
-            losses_of(model, loss, first)
-            seeded(0)
-            return losses_of(model, loss, batch).detach()
+            for some in (first, batch):
+                seeded(0)
+                found = losses_of(model, loss, mapped(some, torch.clone)).detach()  # it may write into its batch
+            return found
 
     if not same_losses(losses(model, batch), losses(fresh, others)):
         raise Refused(
