@@ -162,7 +162,7 @@ def warn_of_kept_by_loss(loss: Callable[..., Any], data: RowDataset) -> None:
     """Warn of a loss that names private samples beside its batch: what it makes of them is in every sample's loss."""
     try:
         named = inspect.getclosurevars(loss)
-    except TypeError:  # no function in Python
+    except (TypeError, ValueError):  # no function in Python, or one that names what is not there yet
         return
     outside = {**named.globals, **named.nonlocals}
     found = _sample_in([(name, tensor) for name, value in outside.items() for tensor in _tensors(value)], data)

@@ -27,13 +27,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
-    """What makes a model another function: its modules, each with its mode and hooks, and what of it is trained."""
+    """What makes a model another function: its modules, each with its switches and hooks, and what of it is trained."""
     everywhere = vars(nn.modules.module)
     found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
-        # a forward in the place of its class's is kept itself: a number of one that is gone may be another's
-        found += type(module), own["training"], own.get("forward")
+        # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
+        found += module, own.get("forward"), *[v for v in own.values() if v is True or v is False]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)
