@@ -10,8 +10,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from clipwise.plain import as_json, rounded_up
 from clipwise.private import Private
 from clipwise.records import device_of
 from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, tensors_in, write
-from clipwise.report.runs import refuse_unfinished
+from clipwise.report.runs import kinds, refuse_unfinished, stated_kinds
 from clipwise.start import make_private
 from clipwise.types import InputError, whole
 
@@ -156,12 +155,12 @@ def _ledger(finished: _Finished) -> Verdict:
     stated, text = finished.statement, finished.path / STATEMENT_TEXT
     with Ledger(finished.path / LEDGER) as ledger:
         spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
-        kinds = _counts(listed(totals(ledger.entries).items()))
+        same = kinds(listed(totals(ledger.entries).items())) == stated_kinds(stated)
     claim = f"({rounded_up(stated['epsilon'])}, {stated['delta']:g})-differentially private"
     wrong = []
     if releases != stated["releases"]:
         wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
-    elif kinds != _counts([*stated["entries"], *stated["spent_before"]]):
+    elif not same:
         wrong.append(f"the ledger's releases are of other kinds than {STATEMENT} says")
     if spent > stated["epsilon"] * (1 + 1e-9):
         wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")
@@ -169,14 +168,6 @@ def _ledger(finished: _Finished) -> Verdict:
         wrong.append(f"{STATEMENT_TEXT} does not say {claim}, as {STATEMENT} does")
     detail = "; ".join(wrong) or f"{releases} releases, added up again"
     return Verdict(stated["method"], RECOUNT, stated["epsilon"], spent, spent, not wrong, detail)
-
-
-def _counts(entries: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """How many releases of each kind there are."""
-    found: Counter[str] = Counter()
-    for entry in entries:
-        found[json.dumps({**entry, "count": None}, sort_keys=True)] += entry["count"]
-    return found
 
 
 def _again(finished: _Finished, plan: AuditPlan, *, needed: bool) -> tuple[_Again | None, str]:

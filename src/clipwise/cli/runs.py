@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import json
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +39,8 @@ from clipwise.private import Private
 from clipwise.records import Loss, device_of
 from clipwise.records.trees import tensors
 from clipwise.report.answer import RunNumbers, alarms
-from clipwise.report.folder import CALIBRATION, LEDGER, write
-from clipwise.report.runs import short
+from clipwise.report.folder import CALIBRATION, LEDGER, STATEMENT, write
+from clipwise.report.runs import refuse_other_releases, short
 from clipwise.start import Privacy
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
@@ -265,7 +266,10 @@ def spent_before(folder: str | None) -> Ledger | None:
     place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
     if not place.is_file():
         raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
-    return Ledger(place)
+    ledger, stated = Ledger(place), place.parent / STATEMENT
+    if stated.is_file():  # of a finished run
+        refuse_other_releases(place.parent, json.loads(stated.read_text()), ledger)
+    return ledger
 
 
 def _monitor(config: TrainConfig, splits: Splits, apart: int, beside: Sequence[Method]) -> Monitor | None:
