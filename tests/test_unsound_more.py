@@ -121,6 +121,46 @@ def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 
 
+class Preconditioned(torch.optim.SGD):
+    """SGD that divides by the size of a layer's inputs, which it sees by a hook, as implementations of K-FAC do."""
+
+    def __init__(self, layer: nn.Linear, see: Callable[[Any], Any]) -> None:
+        super().__init__(layer.parameters(), lr=0.1)
+        self.layer, self.size = layer, torch.ones(())
+        layer.register_forward_pre_hook(see(self))
+
+    def look(self, module: nn.Module, inputs: Any) -> None:
+        self.size = inputs[0].detach().norm()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.layer.weight.grad /= self.size
+        super().step(closure)
+
+
+def test_an_optimizer_that_sees_private_activations_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    with pytest.raises(Refused, match="Preconditioned has a hook on 0, as K-FAC has"):
+        cw.make_private(
+            model, Preconditioned(model[0], lambda own: own.look), (X, Y), noise_multiplier=1.0, steps=4, batch=30
+        )
+
+
+def test_a_hook_of_something_that_cannot_be_copied_passes() -> None:
+    class Monitor:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return object.__new__(Monitor)  # without what it has seen
+
+        def look(self, module: nn.Module, inputs: Any) -> None:
+            self.seen.append(len(inputs[0]))
+
+    model = nn.Linear(6, 3)
+    model.register_forward_pre_hook(Monitor().look)
+    private_for(model)
+
+
 class FirstMean(nn.Module):
     """A network that subtracts the mean of the first rows that it ever sees."""
 

@@ -21,7 +21,7 @@ from clipwise.passes import stacked
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_kept_from_first, refuse_modules
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.states import restored, twin
+from clipwise.records.states import HOOKS, restored, twin
 from clipwise.records.trees import on_device, tensors
 from clipwise.types import InputError, Refused
 
@@ -39,6 +39,7 @@ def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[s
     _refuse_ranks(model)
     parameters = trainable(model)
     _check_optimizer(optimizer, model, parameters)
+    _refuse_looking(optimizer, model)
     refuse_inference(parameters)
     _warn_of_narrow(parameters)
     return parameters
@@ -195,6 +196,18 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping
             "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
             stacklevel=5,
         )
+
+
+def _refuse_looking(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that hooks itself into the model: what it sees there of a batch has no noise."""
+    for name, module in model.named_modules():
+        hooks = (hook for kind in HOOKS for hook in getattr(module, kind).values())
+        if any(getattr(hook, "__self__", None) is optimizer for hook in hooks):
+            raise Refused(
+                f"{type(optimizer).__name__} has a hook on {name or 'the model'}, as K-FAC has, and so sees private "
+                "samples' activations or gradients without noise; write an optimizer of released gradients alone, such "
+                "as torch.optim.Adam"
+            )
 
 
 def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 Receives: a model.
 Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
-twin, a model that has seen what this one has, and goes on by itself.
+twin, a model that has seen what this one has, and goes on by itself; HOOKS, where a module keeps its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from clipwise.records.trees import tensors
 Modes = tuple[Any, ...]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     """What makes a model another function: its modules, each with its switches and hooks, and what of it is trained."""
     everywhere = vars(nn.modules.module)
-    found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
+    found: list[Any] = [tuple(trained), *(number for kind in HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
         # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
         found += module, own.get("forward"), *[v for v in own.values() if v is True or v is False]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
+            found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)
 
 
