@@ -485,6 +485,28 @@ def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) 
         private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
 
 
+class Drawn(Dataset[Any]):
+    """Any sample, whatever number is asked for."""
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        chosen = self.draw()
+        return X[chosen], Y[chosen]
+
+
+@pytest.mark.parametrize("draw", [lambda: int(torch.randint(ROWS, ())), lambda: random.randrange(ROWS)])
+def test_a_data_set_whose_samples_are_drawn_whatever_their_number_is_refused(draw: Any) -> None:
+    """As random windows of one text; a part of sample i that is drawn at random passes."""
+    with pytest.raises(Refused, match="is whatever its generator draws, and so is every other"):
+        private_for(data=Drawn(draw))
+    private_for(data=Made(ROWS, lambda i: X[i].roll(draw())))
+
+
 COLUMNS = SERIES.reshape(6, ROWS)
 
 

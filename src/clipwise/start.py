@@ -116,7 +116,7 @@ def make_private(
     _check_sizes(rows, batch, delta)
     warn_of_copies(dataset)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
-        refuse_shared(dataset, lambda: seeded(0))
+        refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)

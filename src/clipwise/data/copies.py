@@ -45,20 +45,26 @@ def warn_of_copies(data: RowDataset) -> None:
         )
 
 
-def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
-    """Of a data set that has to be read: refuse samples that share memory, warn where its first one comes again.
+def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
+    """Of a data set that has to be read: refuse samples that share memory or are anyone's, warn where one comes again.
 
-    ``afresh`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
-    that repeats all samples, or each one, has them.
+    ``seeded`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
+    that repeats all samples, or each one, has its first one again.
     """
     if not isinstance(data, Samples) or len(data) < 2:
         return
 
-    def read(index: int) -> list[Tensor]:
-        afresh()
+    def read(index: int, seed: int = 0) -> list[Tensor]:
+        seeded(seed)
         return list(_tensors(data.dataset[index]))
 
     first, following = read(0), read(1)
+    if first and _same(first, following) and _same(first, read(len(data) - 1)) and not _same(first, read(0, seed=1)):
+        raise Refused(
+            "sample 0 of this data set is whatever its generator draws, and so is every other: one person's data may "
+            "then be in a step several times, or at another rate than ε is stated for; let dataset[i] read person i's "
+            "data alone, and draw only what is done to them (a part of a text, a crop)"
+        )
     if any(_overlap(one, other) for one, other in zip(first, following, strict=False)):
         raise Refused(f"samples of this data set {SHARED}")
     # the inputs alone: one person's may come with several labels
@@ -73,6 +79,10 @@ def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def warn_of_numbers(data: RowDataset) -> None:
