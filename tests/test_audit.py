@@ -589,6 +589,10 @@ def test_a_statement_below_what_its_ledger_holds_is_false(
     assert main(["audit", str(folder), "--json", *FEW]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["passed"] and not next(row for row in found["rows"] if row["audit"] == "ledger")["passed"]
+    assert json.loads((folder / "audit.json").read_text())["passed"] is False
+    with pytest.raises(ValueError, match="and its statement says"):
+        report.read([folder])
+    shutil.copy(finished / "statement.json", statement)
     (run,) = report.read([folder])
     assert run.audit is not None and run.audit["passed"] is False
 

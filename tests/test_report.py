@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import main
+from clipwise.cli.runs import spent_before
 from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
@@ -282,6 +283,26 @@ def test_a_run_whose_ledger_is_short_is_refused(compared: Path, tmp_path: Path) 
     (tmp_path / "run" / "ledger.jsonl").unlink()
     with pytest.raises(ValueError, match=r"holds 0 releases, expected the 6 of the statement: restore"):
         read([tmp_path / "run"])
+
+
+def test_a_run_with_the_ledger_of_another_is_refused_also_as_what_was_spent(compared: Path, tmp_path: Path) -> None:
+    """As many releases, each of them cheaper: the ε of all runs together would be too small."""
+    place = shutil.copytree(compared / "1-flat", tmp_path / "run")
+    own = Ledger(place / "ledger.jsonl").entries
+    (place / "ledger.jsonl").unlink()
+    with Ledger(place / "ledger.jsonl") as other:
+        other.extend((replace(event, noise_multiplier=100.0), count) for event, count in own)
+    for use in (lambda: read([place]), lambda: spent_before(str(place))):
+        with pytest.raises(ValueError, match="lacks 6 releases that the statement names"):
+            use()
+
+
+def test_a_statement_that_says_less_than_its_ledger_costs_is_refused(compared: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(compared / "1-flat", tmp_path / "run") / "statement.json"
+    stated = json.loads(place.read_text())
+    place.write_text(json.dumps(stated | {"epsilon": stated["epsilon"] / 2}))
+    with pytest.raises(ValueError, match=r"cost ε = .*, and its statement says .*: restore the run's statement\.json"):
+        read([place.parent])
 
 
 def test_nothing_is_fetched_from_anywhere(compared: Path) -> None:

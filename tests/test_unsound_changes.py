@@ -169,6 +169,35 @@ def test_a_forward_pass_that_is_patched_or_hooked_everywhere_later_is_tested(cha
             handle.remove()
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of the batch, or nothing."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.on = on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.on else x
+
+
+def exchanged(model: nn.Sequential) -> None:
+    model[1] = Centred(True)
+
+
+def switched(model: nn.Sequential) -> None:
+    model[1].on = True
+
+
+@pytest.mark.parametrize("change", [exchanged, switched])
+def test_a_module_that_is_exchanged_for_another_of_its_kind_or_switched_is_tested(change: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Centred(False), nn.Linear(8, 3))
+    private = private_for(model)
+    private.step(next(private.batches()))
+    change(model)
+    with pytest.raises(Refused, match="mixes the samples"):
+        private.step(next(private.batches()))
+
+
 def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
     """Memory is used again, and with it the number of a function."""
     model, seen = nn.Linear(6, 3), set[Any]()

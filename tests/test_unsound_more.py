@@ -121,6 +121,93 @@ def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 
 
+class Preconditioned(torch.optim.SGD):
+    """SGD that divides by the size of a layer's inputs, which it sees by a hook, as implementations of K-FAC do."""
+
+    def __init__(self, layer: nn.Linear, see: Callable[[Any], Any]) -> None:
+        super().__init__(layer.parameters(), lr=0.1)
+        self.layer, self.size = layer, torch.ones(())
+        layer.register_forward_pre_hook(see(self))
+
+    def look(self, module: nn.Module, inputs: Any) -> None:
+        self.size = inputs[0].detach().norm()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.layer.weight.grad /= self.size
+        super().step(closure)
+
+
+def test_an_optimizer_that_sees_private_activations_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 3))
+    with pytest.raises(Refused, match="Preconditioned has a hook on 0, as K-FAC has"):
+        cw.make_private(
+            model, Preconditioned(model[0], lambda own: own.look), (X, Y), noise_multiplier=1.0, steps=4, batch=30
+        )
+
+
+def test_a_hook_of_something_that_cannot_be_copied_passes() -> None:
+    class Monitor:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return object.__new__(Monitor)  # without what it has seen
+
+        def look(self, module: nn.Module, inputs: Any) -> None:
+            self.seen.append(len(inputs[0]))
+
+    model = nn.Linear(6, 3)
+    model.register_forward_pre_hook(Monitor().look)
+    private_for(model)
+
+
+class FirstMean(nn.Module):
+    """A network that subtracts the mean of the first rows that it ever sees."""
+
+    def __init__(self, keep: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.keep, self.shift, self.layer = keep, nn.Parameter(torch.zeros(6)), nn.Linear(6, 3)
+        self.seen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.seen:
+            self.keep(self, x.detach().mean(0))
+        self.seen = True
+        return self.layer(x - getattr(self, "mean", 0.0) - self.shift)
+
+
+def by_attribute(module: nn.Module, mean: Tensor) -> None:
+    module.mean = mean  # type: ignore[assignment]
+
+
+def by_number(module: nn.Module, mean: Tensor) -> None:
+    module.mean = float(mean[0])  # type: ignore[assignment]
+
+
+def by_buffer(module: nn.Module, mean: Tensor) -> None:
+    module.register_buffer("mean", mean)
+
+
+def by_parameter(module: nn.Module, mean: Tensor) -> None:
+    module.shift.data.copy_(mean)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("keep", [by_attribute, by_number, by_buffer, by_parameter])
+def test_a_model_that_keeps_something_of_the_first_batch_it_sees_is_refused(keep: Any) -> None:
+    with pytest.raises(Refused, match="it keeps something of its first batch"):
+        private_for(FirstMean(keep))
+
+
+def test_a_model_that_only_remembers_that_it_was_used_passes() -> None:
+    private_for(FirstMean(lambda module, mean: None))
+
+
+def test_a_model_that_cannot_be_copied_passes() -> None:
+    model = nn.Linear(6, 3)
+    model.made = model.weight * 2  # type: ignore[assignment]  # of which torch makes no deep copy
+    private_for(model)
+
+
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 def test_a_hook_that_mixes_samples_is_found_also_where_it_comes_later(register: str) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -398,6 +485,28 @@ def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) 
         private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
 
 
+class Drawn(Dataset[Any]):
+    """Any sample, whatever number is asked for."""
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Any:
+        chosen = self.draw()
+        return X[chosen], Y[chosen]
+
+
+@pytest.mark.parametrize("draw", [lambda: int(torch.randint(ROWS, ())), lambda: random.randrange(ROWS)])
+def test_a_data_set_whose_samples_are_drawn_whatever_their_number_is_refused(draw: Any) -> None:
+    """As random windows of one text; a part of sample i that is drawn at random passes."""
+    with pytest.raises(Refused, match="is whatever its generator draws, and so is every other"):
+        private_for(data=Drawn(draw))
+    private_for(data=Made(ROWS, lambda i: X[i].roll(draw())))
+
+
 COLUMNS = SERIES.reshape(6, ROWS)
 
 
@@ -439,24 +548,43 @@ def test_a_data_set_that_repeats_its_samples_is_warned_of(which: Any, make: Any)
 
 
 class Centres(nn.Module):
-    """Distances to rows that it holds, as a parameter or a buffer, and a layer of them."""
+    """Distances to rows that it holds, in one way or another, and a layer of them."""
 
-    def __init__(self, rows: Tensor, trained: bool) -> None:
+    def __init__(self, rows: Tensor, hold: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.rows = nn.Parameter(rows.clone()) if trained else nn.Buffer(rows.clone())
+        self.rows = hold(rows.clone())
         self.last = nn.Linear(len(rows), 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.exp(-((x[:, None] - self.rows) ** 2).mean(2)))
+        rows = self.rows[0] if isinstance(self.rows, list) else self.rows
+        return self.last(torch.exp(-((x[:, None] - rows) ** 2).mean(2)))
 
 
-@pytest.mark.parametrize("trained", [True, False], ids=["centres", "bank"])
-def test_a_model_that_holds_private_samples_is_refused(trained: bool) -> None:
+@pytest.mark.parametrize(
+    "hold", [nn.Parameter, nn.Buffer, lambda rows: rows, lambda rows: [rows]], ids=["centres", "bank", "plain", "list"]
+)
+def test_a_model_that_holds_private_samples_is_refused(hold: Any) -> None:
     """A learning rate of 1e-9 would have left them as they are, to be read off the weights."""
     data = (WIDE, torch.arange(30) % 3)
     with pytest.raises(Refused, match="rows of the model holds the private sample 4, number for number"):
-        private_for(Centres(WIDE[4:9], trained), data, batch=10)
-    private_for(Centres(torch.randn(5, 8), trained), data, batch=10)
+        private_for(Centres(WIDE[4:9], hold), data, batch=10)
+    private_for(Centres(torch.randn(5, 8), hold), data, batch=10)
+
+
+def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    rows, number = WIDE.clone(), len(WIDE)
+
+    def to_the_mean(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) + (model(batch[0]) - model(rows).detach().mean(0)).square().sum(1)
+
+    def by_number(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) / number
+
+    data = (WIDE, torch.arange(30) % 3)
+    private_for(nn.Linear(8, 3), data, batch=10, loss=by_number)
+    assert not [w for w in recwarn if "the loss names" in str(w.message)]
+    with pytest.warns(UserWarning, match="the loss names rows, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
 
 
 def test_weights_that_are_rows_of_the_data_by_chance_pass() -> None:

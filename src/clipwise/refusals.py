@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from clipwise.data import RowDataset
 from clipwise.passes import stacked
 from clipwise.records import Loss, trainable
-from clipwise.records.checks import losses_of, refuse_modules
+from clipwise.records.checks import losses_of, refuse_kept_from_first, refuse_modules
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.states import restored
+from clipwise.records.states import HOOKS, restored, twin
 from clipwise.records.trees import on_device, tensors
 from clipwise.types import InputError, Refused
 
@@ -39,6 +39,7 @@ def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[s
     _refuse_ranks(model)
     parameters = trainable(model)
     _check_optimizer(optimizer, model, parameters)
+    _refuse_looking(optimizer, model)
     refuse_inference(parameters)
     _warn_of_narrow(parameters)
     return parameters
@@ -78,11 +79,15 @@ def refuse_gradients(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> 
 
 
 def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
-    """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated."""
-    own = next(iter(trainable(model).values()))
+    """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated.
+
+    It is the first that the model sees of the data: what it keeps of its first batch is refused.
+    """
+    own, fresh = next(iter(trainable(model).values())), twin(model)
+    places = torch.arange(len(data), device="cpu")
     with restored(model), torch.enable_grad():  # as in training
         with stacked():
-            rows = on_device(data.rows(torch.arange(min(2, len(data)), device="cpu")), own.device)
+            rows, others = (on_device(data.rows(some), own.device) for some in (places[:2], places[-2:]))
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:
@@ -91,6 +96,8 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
                 raise
             write = f"model.to({other})" if own.dtype in HALF else f"x.to({own.dtype})"
             raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error
+        if fresh is not None:
+            refuse_kept_from_first(model, fresh, loss, rows, others)
 
 
 def _check_loss(loss: Any) -> None:
@@ -189,6 +196,18 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping
             "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
             stacklevel=5,
         )
+
+
+def _refuse_looking(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer that hooks itself into the model: what it sees there of a batch has no noise."""
+    for name, module in model.named_modules():
+        hooks = (hook for kind in HOOKS for hook in getattr(module, kind).values())
+        if any(getattr(hook, "__self__", None) is optimizer for hook in hooks):
+            raise Refused(
+                f"{type(optimizer).__name__} has a hook on {name or 'the model'}, as K-FAC has, and so sees private "
+                "samples' activations or gradients without noise; write an optimizer of released gradients alone, such "
+                "as torch.optim.Adam"
+            )
 
 
 def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:

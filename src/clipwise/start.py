@@ -22,7 +22,14 @@ from clipwise.accounting.calibration import least_noise, steps_in
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.events import ACCOUNTANTS
 from clipwise.data import RowDataset, as_dataset
-from clipwise.data.copies import refuse_kept, refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
+from clipwise.data.copies import (
+    refuse_kept,
+    refuse_private,
+    refuse_shared,
+    warn_of_copies,
+    warn_of_kept_by_loss,
+    warn_of_numbers,
+)
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -109,10 +116,11 @@ def make_private(
     _check_sizes(rows, batch, delta)
     warn_of_copies(dataset)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
-        refuse_shared(dataset, lambda: seeded(0))
+        refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)
+    warn_of_kept_by_loss(loss, dataset)
     _check_recall(chosen, batch, rows)
     _check_views(views)
     rate = batch / rows

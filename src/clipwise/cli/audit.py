@@ -29,7 +29,7 @@ from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
 from clipwise.report.folder import AUDIT, LEDGER, SETTINGS, STATEMENT, STATEMENT_TEXT, write
-from clipwise.report.runs import refuse_unfinished
+from clipwise.report.runs import refuse_unfinished, stated_kinds
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
@@ -152,7 +152,7 @@ def _ledger(finished: _Finished) -> Verdict:
     wrong = []
     if releases != stated["releases"]:
         wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
-    elif kinds != counts([*stated["entries"], *stated["spent_before"]]):
+    elif kinds != stated_kinds(stated):
         wrong.append(f"the ledger's releases are of other kinds than {STATEMENT} says")
     if spent > stated["epsilon"] * (1 + 1e-9):
         wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")

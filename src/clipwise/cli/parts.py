@@ -8,6 +8,7 @@ steps_of and spent_before, one part each.
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,8 +30,8 @@ from clipwise.data.source import parsed
 from clipwise.losses import cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.trees import tensors
-from clipwise.report.folder import LEDGER
-from clipwise.report.runs import short
+from clipwise.report.folder import LEDGER, STATEMENT
+from clipwise.report.runs import refuse_other_releases, short
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
@@ -236,4 +237,7 @@ def spent_before(folder: str | None) -> Ledger | None:
     place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
     if not place.is_file():
         raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
-    return Ledger(place)
+    ledger, stated = Ledger(place), place.parent / STATEMENT
+    if stated.is_file():  # of a finished run
+        refuse_other_releases(place.parent, json.loads(stated.read_text()), ledger)
+    return ledger

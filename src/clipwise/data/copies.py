@@ -1,14 +1,15 @@
 """Rows that are there twice: among the data, among public inputs or in the model; and rows that are elsewhere.
 
 Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
-Gives: warn_of_copies, warn_of_numbers, refuse_shared, refuse_private, refuse_kept.
+Gives: warn_of_copies, warn_of_numbers, warn_of_kept_by_loss, refuse_shared, refuse_private, refuse_kept.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -45,20 +46,26 @@ def warn_of_copies(data: RowDataset) -> None:
         )
 
 
-def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
-    """Of a data set that has to be read: refuse samples that share memory, warn where its first one comes again.
+def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
+    """Of a data set that has to be read: refuse samples that share memory or are anyone's, warn where one comes again.
 
-    ``afresh`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
-    that repeats all samples, or each one, has them.
+    ``seeded`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
+    that repeats all samples, or each one, has its first one again.
     """
     if not isinstance(data, Samples) or len(data) < 2:
         return
 
-    def read(index: int) -> list[Tensor]:
-        afresh()
+    def read(index: int, seed: int = 0) -> list[Tensor]:
+        seeded(seed)
         return list(_tensors(data.dataset[index]))
 
     first, following = read(0), read(1)
+    if first and _same(first, following) and _same(first, read(len(data) - 1)) and not _same(first, read(0, seed=1)):
+        raise Refused(
+            "sample 0 of this data set is whatever its generator draws, and so is every other: one person's data may "
+            "then be in a step several times, or at another rate than ε is stated for; let dataset[i] read person i's "
+            "data alone, and draw only what is done to them (a part of a text, a crop)"
+        )
     if any(_overlap(one, other) for one, other in zip(first, following, strict=False)):
         raise Refused(f"samples of this data set {SHARED}")
     # the inputs alone: one person's may come with several labels
@@ -73,6 +80,10 @@ def refuse_shared(data: RowDataset, afresh: Callable[[], object]) -> None:
                 stacklevel=4,
             )
             return
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def warn_of_numbers(data: RowDataset) -> None:
@@ -144,21 +155,59 @@ def refuse_private(public: Tensor, data: RowDataset) -> None:
 
 
 def refuse_kept(model: nn.Module, data: RowDataset) -> None:
-    """Refuse a model that holds private samples before its first step, as centres or a bank: they leave with it."""
+    """Refuse a model that holds private samples before its first step, as centres or a bank: they leave with it.
+
+    Those in a plain attribute may stay, but every other sample's gradient is made of them.
+    """
+    found = _sample_in([*model.named_parameters(), *model.named_buffers(), *_attributes(model)], data)
+    if found is not None:
+        name, sample = found
+        raise Refused(
+            f"{name} of the model holds the private sample {sample}, number for number, which its weights, or every "
+            "other sample's gradient, would give away whatever ε is: take centres, prototypes or a bank from public "
+            "data, or begin at random"
+        )
+
+
+def warn_of_kept_by_loss(loss: Callable[..., Any], data: RowDataset) -> None:
+    """Warn of a loss that names private samples beside its batch: what it makes of them is in every sample's loss."""
+    try:
+        named = inspect.getclosurevars(loss)
+    except (TypeError, ValueError):  # no function in Python, or one that names what is not there yet
+        return
+    outside = {**named.globals, **named.nonlocals}
+    found = _sample_in([(name, tensor) for name, value in outside.items() for tensor in _tensors(value)], data)
+    if found is not None:
+        name, sample = found
+        warnings.warn(
+            f"the loss names {name}, which holds the private sample {sample}: if it computes anything from it, each "
+            "sample's loss is made of others too, without noise, which no self-test can see; use the batch alone, and "
+            f"for the number of samples write it down as a number, n = len({name}), before",
+            stacklevel=4,
+        )
+
+
+def _sample_in(values: Iterable[tuple[str, Tensor]], data: RowDataset) -> tuple[str, int] | None:
+    """The first sample that one of these tensors has as a row, with the tensor's name."""
     _, first = next(_inputs(data, 1), (0, torch.zeros(1, 0)))
     size = first[0].numel() if first.is_floating_point() else 0
-    held = [*model.named_parameters(), *model.named_buffers()]
-    dense = [(name, v) for name, v in held if v.is_floating_point() and v.layout == torch.strided and v.dim() > 1]
-    like = [(name, v) for name, v in dense if math.prod(v.shape[1:]) == size >= TELLING]
+    dense = [(name, v) for name, v in values if v.is_floating_point() and v.layout == torch.strided and v.dim() > 1]
+    like = [(name, v[:MOST]) for name, v in dense if math.prod(v.shape[1:]) == size >= TELLING]
     known = {hash(row.tobytes()): name for name, value in like for row in _rows(value)}
     for start, rows in _inputs(data, MOST) if known else ():
         for i, row in enumerate(_rows(rows), start):
             name = known.get(hash(row.tobytes()))
             if name is not None and _telling(row):
-                raise Refused(
-                    f"{name} of the model holds the private sample {i}, number for number, which its weights would "
-                    "give away whatever ε is: take centres, prototypes or a bank from public data, or begin at random"
-                )
+                return name, i
+    return None
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules hold beside parameters and buffers."""
+    every = vars(nn.Module()).keys()
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            yield from ((f"{place}.{name}".lstrip("."), t) for t in (() if name in every else _tensors(value)))
 
 
 def _rows(values: Tensor) -> np.ndarray[Any, Any]:

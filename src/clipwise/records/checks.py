@@ -208,6 +208,33 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     )
 
 
+def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch: Batch, others: Batch) -> None:
+    """Refuse a model that keeps something of the first batch it sees, wherever: after others first, losses differ.
+
+    ``model`` has seen ``batch`` and nothing else, ``fresh`` is its twin from before that. Edge cases: what gives other
+    losses whenever it is asked is left to the self-test.
+    """
+
+    def losses(model: nn.Module, first: Batch) -> Tensor:
+        with restored(model), torch.enable_grad():
+            for some in (first, batch):
+                seeded(0)
+                found = losses_of(model, loss, mapped(some, torch.clone)).detach()  # it may write into its batch
+            return found
+
+    own, again = losses(model, batch), losses(model, batch)
+    try:
+        after_others = losses(fresh, others)
+    except Exception:  # a copy of what its hooks or attributes hold need not work as that does
+        return
+    if same_losses(own, again) and not same_losses(own, after_others):
+        raise Refused(
+            "the model gives samples other losses after it saw other samples first: it keeps something of its first "
+            "batch (a mean, a range, weights that fit it) without noise, and every later step uses it; compute it from "
+            "public data and give it to the model before the run, or leave it out"
+        )
+
+
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
     last, first = _changed(batch, -1), _changed(batch, 0)

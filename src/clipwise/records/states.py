@@ -1,7 +1,8 @@
 """What a model holds, and how it is left as it was.
 
 Receives: a model.
-Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back.
+Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
+twin, a model that has seen what this one has, and goes on by itself; HOOKS, where a module keeps its own.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from clipwise.records.trees import tensors
 Modes = tuple[Any, ...]
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
-    """What makes a model another function: its modules, each with its mode and hooks, and what of it is trained."""
+    """What makes a model another function: its modules, each with its switches and hooks, and what of it is trained."""
     everywhere = vars(nn.modules.module)
-    found: list[Any] = [tuple(trained), *(number for kind in _HOOKS for number in everywhere["_global" + kind])]
+    found: list[Any] = [tuple(trained), *(number for kind in HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
-        # a forward in the place of its class's is kept itself: a number of one that is gone may be another's
-        found += type(module), own["training"], own.get("forward")
+        # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
+        found += module, own.get("forward"), *[v for v in own.values() if v is True or v is False]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            found.append(tuple(number for kind in _HOOKS for number in own[kind]))  # no two hooks ever have the same
+            found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)
 
 
@@ -42,6 +43,15 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to and a checkpoint would hold."""
     states = {f"{name}[{i}]": t for name, state in _extra_states(model) for i, t in enumerate(_numbers(state))}
     return {name: value.detach().clone() for name, value in {**_writable(model), **states}.items()}
+
+
+def twin(model: nn.Module) -> nn.Module | None:
+    """A copy with the same parameters and buffers, all else its own; None where a model cannot be copied."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}  # a large model is not held twice
+    try:
+        return copy.deepcopy(model, shared)
+    except Exception:  # whatever its own attributes raise
+        return None
 
 
 def _extra_states(model: nn.Module) -> list[tuple[str, Any]]:

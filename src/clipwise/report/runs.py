@@ -11,14 +11,17 @@ import math
 import shlex
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clipwise import methods
 from clipwise.accounting import Ledger, spent
+from clipwise.accounting.ledger import counts, listed
 from clipwise.methods import Method
+from clipwise.plain import rounded_up
 from clipwise.report.folder import (
     AUDIT,
     CALIBRATION,
@@ -34,6 +37,7 @@ from clipwise.report.folder import (
 )
 from clipwise.types import InputError
 
+SLACK = 1e-3  # of ε: another version's grid may round up a little further
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
 ROOT_MEAN_SQUARE = "root mean squared, in the label’s own unit"  # what the error of a regression is
 Values = Mapping[str, Any]
@@ -187,12 +191,33 @@ def _read(place: Path) -> Recorded:
         raise InputError(
             f"{place} is not a run's folder as clipwise writes it ({error}): train the run again"
         ) from error
-    if (held := Ledger(place / LEDGER).releases) != statement["releases"]:  # ε of several runs is made of ledgers
+    ledger = Ledger(place / LEDGER)  # ε of several runs is made of ledgers
+    if ledger.releases != statement["releases"]:
         raise InputError(
-            f"the ledger in {place} holds {held} releases, expected the {statement['releases']} of the statement: "
-            f"restore the run's {LEDGER}"
+            f"the ledger in {place} holds {ledger.releases} releases, expected the {statement['releases']} of the "
+            f"statement: restore the run's {LEDGER}"
+        )
+    refuse_other_releases(place, statement, ledger)
+    if (cost := ledger.epsilon(statement["delta"], statement["accountant"])) > (1 + SLACK) * statement["epsilon"]:
+        raise InputError(
+            f"the releases in the ledger of {place} cost ε = {rounded_up(cost)}, and its statement says "
+            f"{rounded_up(statement['epsilon'])}: restore the run's {STATEMENT}"
         )
     return found
+
+
+def refuse_other_releases(place: Path, statement: Values, ledger: Ledger) -> None:
+    """Refuse a ledger that lacks releases of which the run's statement speaks, such as that of another run."""
+    if lost := stated_kinds(statement) - counts(listed(ledger.entries)):
+        raise InputError(
+            f"the ledger in {place} lacks {lost.total()} releases that the statement names, such as {next(iter(lost))}:"
+            f" restore the run's {LEDGER}"
+        )
+
+
+def stated_kinds(statement: Values) -> Counter[str]:
+    """How many releases of each kind a statement names; none where it was written before they stood in it."""
+    return counts([*statement.get("entries", ()), *statement.get("spent_before", ())])
 
 
 def _diverged(metrics: Sequence[Values], looks: Sequence[Values]) -> int | None:
