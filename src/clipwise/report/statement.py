@@ -6,6 +6,7 @@ Gives: Statement, as JSON values and as text.
 
 from __future__ import annotations
 
+import math
 import platform
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -82,8 +83,11 @@ class Statement:
         steps = [] if plain else [f"  steps        {'; '.join(map(_said, self.entries))}"]
         before = "; ".join(map(_said, self.spent_before)) or "nothing: the steps are all that was released"
         spent = rounded_up(self.epsilon)
+        times = f" = {rounded_up(math.exp(float(spent)))}" if self.epsilon < 14 else ""  # a million says no more
         lines = [
             f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
+            f"  meaning      whatever follows from the releases is at most e^{spent}{times} times as likely with any "
+            f"one sample as without it, and the reverse, plus a probability of {self.delta:g}",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
@@ -138,6 +142,7 @@ REFUSED = (
     "releases without a proof",
 )
 EXCLUDED = (
+    "several samples together, such as all rows of a person who stands in more than one: ε is for one sample",
     "choosing among runs by their results (clipwise compare prints the ε of all of them together; "
     "clipwise.accounting.selection prices a choice of which only the best run is ever seen)",
     "statistics of the training data used before training (normalisation, vocabulary), unless named above",
