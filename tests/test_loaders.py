@@ -594,6 +594,21 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     assert load(line).shape == (16,)
 
 
+def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_it_says_to_write_works(
+    tmp_path: Path,
+) -> None:
+    path = table(tmp_path, "crp,y\n" + "3.5,0\n<0.3,1\n,0\nNA,1\n" * 5)
+    for said, limits in (("", "LOW..HIGH"), (":log(0..9)", "log(LOW..HIGH)"), (":log(0..9)|", "log(LOW..HIGH)|")):
+        message = refused(f"csv:{path}?label=y:0|1&columns=crp{said}", "the column crp must hold numbers, got '<0.3'")
+        line = message.split("write '")[1].split("'")[0]
+        assert line == f"crp:{limits}|<0.3{'' if said.endswith('|') else '|'}|NA"
+        assert load(f"csv:{path}?label=y:0|1&columns={line.replace('LOW..HIGH', '0..9')}").shape == (4,)
+    path = table(tmp_path, "seen,y\n" + "2020-01-01,0\n,1\nunknown,0\n" * 5)
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21|", "'seen:FIRST..LAST||unknown' where a date")
+    path = table(tmp_path, "a,y\n1,0\n" + "".join(f"word {n},1\n" for n in range(9)))  # no list of all patients' words
+    refused(f"csv:{path}?label=y:0|1&columns=a:0..9", "write 'a:LOW..HIGH|word 0' where a number is missing")
+
+
 def test_dates_are_numbers_of_days_between_two_that_were_said(tmp_path: Path) -> None:
     days = ("2020-01-01", "2020-01-11 12:00", "2020-01-21T00:00:00Z", "1999-12-31", "2031-01-01")
     path = table(tmp_path, "seen,y\n" + "".join(f"{day},{n % 2}\n" for n, day in enumerate(days)))
