@@ -706,6 +706,9 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
         assert part in text
     assert all(part in text for part in statement.refused)
     assert "rows of a person who stands in more than one" in text
+    assert "expected batch 10 of 100 samples" in text and "it would allow" not in text
+    _, loose = stated(A, delta=0.01)
+    assert "plus a probability of 0.01 ← not below 1/samples: it would allow" in " ".join(loose.text().split())
 
 
 def test_a_statement_says_in_words_what_its_epsilon_means_and_rounds_it_up():

@@ -609,6 +609,12 @@ def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_
     refused(f"csv:{path}?label=y:0|1&columns=a:0..9", "write 'a:LOW..HIGH|word 0' where a number is missing")
 
 
+def test_a_label_that_is_missing_is_not_said_to_be_given_a_range_that_labels_do_not_take(tmp_path: Path) -> None:
+    path = table(tmp_path, "a,pay\n" + "1,2\n3,\n" * 5)
+    said = refused(f"csv:{path}?label=pay:0..9&columns=a:0..9", "the label pay must be a number, got '' in line 3")
+    assert "LOW..HIGH" not in said
+
+
 def test_dates_are_numbers_of_days_between_two_that_were_said(tmp_path: Path) -> None:
     days = ("2020-01-01", "2020-01-11 12:00", "2020-01-21T00:00:00Z", "1999-12-31", "2031-01-01")
     path = table(tmp_path, "seen,y\n" + "".join(f"{day},{n % 2}\n" for n, day in enumerate(days)))
@@ -684,6 +690,8 @@ def test_a_bad_jsonl_file_is_an_error_of_one_line(tmp_path: Path, text: str, mes
 def test_a_file_that_is_no_text_or_no_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00a")
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "must be a text file in UTF-8")
+    (tmp_path / "t.csv").write_text("town,y\nMünster,0\n", encoding="latin-1")
+    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8")
     refused(f"csv:{tmp_path}?label=y:0|1", "is a folder: write csv:PATH")
     (tmp_path / "t.csv").write_bytes(gzip.compress(b"a,y\n1,0\n"))
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "got a gzip file: unpack it")

@@ -39,11 +39,11 @@ from clipwise.records import Loss, device_of
 from clipwise.records.trees import tensors
 from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, LEDGER, write
-from clipwise.report.runs import short
 from clipwise.start import Privacy
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
+SMALL = ("digits", "adult", "wine_red", "california_housing", "csv", "jsonl")  # unless they are texts
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
@@ -103,10 +103,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def use_threads(config: Training) -> None:
-    """Give torch its threads; the digits are so small that a second one only waits for the first."""
+    """Give torch its threads; digits and tables are so small that a second one only waits for the first."""
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
-    elif short(config.data) == "digits":
+        return
+    source = parsed(config.data)
+    if source.name in SMALL and "text" not in source.options:
         torch.set_num_threads(1)
 
 

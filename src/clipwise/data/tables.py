@@ -48,8 +48,10 @@ def read(source: Source, path: Path) -> Table:
     try:
         return (_jsonl if source.name == "jsonl" else partial(_csv, source))(file_of(source, path))
     except (OSError, UnicodeError, csv.Error) as error:
-        packed = isinstance(error, UnicodeError) and next(filter(path.read_bytes().startswith, PACKED), None)
-        got = PACKED[packed] if packed else f"{error}: write it anew"
+        encoded_otherwise = isinstance(error, UnicodeError)
+        packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
+        write = "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8" if encoded_otherwise else "write it anew"
+        got = PACKED[packed] if packed else f"{error}: {write}"
         raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
 
 
@@ -235,6 +237,10 @@ def _dates(cells: Cells) -> str:
 def _labels(label: Range | Values, cells: Cells) -> Tensor:
     """[n]: places in the list of classes, or numbers in [−1, 1]."""
     if isinstance(label, Range):
+        for line, cell in zip(cells.lines, cells, strict=True):
+            if not numeric(cell):  # a number that is only written otherwise has a message of its own
+                got = f"got {word(cell)!r} in line {line}"
+                raise InputError(f"the label {cells.name} must be a number, {got}: mend the row, or remove it")
         return torch.from_numpy(label(cells)[:, 0].astype(np.float32))
     places = {value: place for place, value in enumerate(label.names)}
     for line, cell in zip(cells.lines, cells, strict=True):

@@ -75,6 +75,8 @@ class Statement:
         """A few lines for people."""
         seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
         grid = "" if self.discretisation is None else f", grid {self.discretisation:g}"
+        samples = round(self.expected_batch / self.sampling_rate)  # the rate is batch/samples
+        large = "" if self.delta < 1 / samples else "  ← not below 1/samples: it would allow a sample's publication"
         tested = "passed" if self.self_tested else "turned off"
         rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
         wide = set(self.weights.split(", ")) <= {"float32", "float64"}
@@ -87,9 +89,9 @@ class Statement:
         lines = [
             f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
             f"  meaning      whatever follows from the releases is at most e^{spent}{times} times as likely with any "
-            f"one sample as without it, and the reverse, plus a probability of {self.delta:g}",
+            f"one sample as without it, and the reverse, plus a probability of {self.delta:g}{large}",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
-            f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
+            f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g} of {samples} samples",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             *steps,
             f"  method       {self.method}",
