@@ -92,6 +92,8 @@ def test_the_options_of_other_libraries_are_answered_by_what_to_write(option: st
 def test_opacus_engine_is_answered_by_what_to_write() -> None:
     with pytest.raises(AttributeError, match=r"'PrivacyEngine': write clipwise\.make_private\("):
         cw.PrivacyEngine  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'make_private_with_epsilon': write clipwise\.make_private\("):
+        cw.make_private_with_epsilon  # noqa: B018
 
 
 def test_mixup_is_not_answered_by_another_normalisation() -> None:
