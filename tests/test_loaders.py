@@ -609,6 +609,25 @@ def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_
     refused(f"csv:{path}?label=y:0|1&columns=a:0..9", "write 'a:LOW..HIGH|word 0' where a number is missing")
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("sex:F|M", "the column sex tells nothing, since no cell is one of F, M: write its values as the file does"),
+        ("age:200..300|", "the column age tells nothing, since every number is at one end of its range or beyond it"),
+        ("sex:f|m|d", None),
+        ("age:0..1|", None),
+    ],
+)
+def test_a_column_of_which_what_was_said_fits_no_cell_is_warned_of(
+    tmp_path: Path, said: str, message: str | None
+) -> None:
+    path = table(tmp_path, "sex,age,y\n" + "f,1,0\nm,,1\nf,0,0\n" * 3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load(f"csv:{path}?label=y:0|1&columns={said}")
+    assert [str(each.message).startswith(message or "-") for each in found] == [True] * (message is not None)
+
+
 def test_a_label_that_is_missing_is_not_said_to_be_given_a_range_that_labels_do_not_take(tmp_path: Path) -> None:
     path = table(tmp_path, "a,pay\n" + "1,2\n3,\n" * 5)
     said = refused(f"csv:{path}?label=pay:0..9&columns=a:0..9", "the label pay must be a number, got '' in line 3")

@@ -143,6 +143,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
         parts.append((inputs(source, said, table), y))
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
     _warn_of_bare(said.columns)
+    _warn_of_idle(said.columns, tables[0])
     label = said.label
     classes, unit = (len(label.names), 1.0) if isinstance(label, Values) else (1, (label.high - label.low) / 2)
     return Splits(
@@ -204,6 +205,25 @@ def _warn_of_bare(columns: Mapping[str, Meaning]) -> None:
             f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'",
             stacklevel=3,
         )
+
+
+def _warn_of_idle(columns: Mapping[str, Meaning], table: Table) -> None:
+    """Warn of columns of which what was said fits no cell, such as F|M where the file has f and m."""
+    for column, said in columns.items():
+        cells = table[column]
+        if isinstance(said, Values) and not said(cells).any():
+            why = f"no cell is one of {_shown(said.names)}: write its values as the file does, in the same case"
+        elif isinstance(said, Range) and (ends := _ends(said, cells)) and len(ends) == 1 and abs(ends.pop()) == 1:
+            why = "every number is at one end of its range or beyond it: write a range that it lies in"
+        else:
+            continue
+        warnings.warn(f"the column {column} tells nothing, since {why}", stacklevel=3)
+
+
+def _ends(said: Range, cells: Cells) -> set[float]:
+    """The numbers that a column becomes, where they are not missing."""
+    found = said(cells)
+    return set(found[found[:, 1:].sum(1) == 0, 0].tolist())
 
 
 def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) -> None:
