@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -704,6 +705,22 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
     for part in ("add or remove one sample", "Poisson, rate 0.1", "grid 0.0001", "chacha20", *statement.excluded):
         assert part in text
     assert all(part in text for part in statement.refused)
+    assert "rows of a person who stands in more than one" in text
+    assert "expected batch 10 of 100 samples" in text and "it would allow" not in text
+    _, loose = stated(A, delta=0.01)
+    assert "plus a probability of 0.01 ← not below 1/samples: it would allow" in " ".join(loose.text().split())
+
+
+def test_a_statement_says_in_words_what_its_epsilon_means_and_rounds_it_up():
+    _, statement = stated(A)
+    said = " ".join(statement.text().split())
+    (spent, times) = re.search(
+        r"meaning whatever .* at most e\^(\S+) = (\S+) times as likely .* plus .* of 1e-05", said
+    ).groups()
+    assert float(spent) >= statement.epsilon and float(times) >= math.exp(float(spent))
+    assert float(times) == pytest.approx(math.exp(statement.epsilon), rel=0.01)
+    _, much = stated(PoissonGaussian(0.1, 1.0))
+    assert much.epsilon > 14 and " = " not in " ".join(much.text().split()).split("meaning")[1].split("accountant")[0]
 
 
 def test_a_statement_names_what_was_spent_before_the_steps_and_counts_it():

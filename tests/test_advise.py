@@ -219,7 +219,7 @@ def test_the_advised_norm_has_half_of_the_counts_on_either_side(counts: list[flo
         ),
         (["--spend", "-1"], "spend must be"),
         (["--public", "npz:other.npz"], "--public must be like --data, [5] with 3 outputs, got [2] with 2"),
-        (["--folder", "."], "the folder . is not empty: choose another, or"),
+        (["--folder", "."], "the folder . is not empty: choose another"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.parts import steps_of
+from clipwise.cli.parts import steps_of, use_threads
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
@@ -83,6 +83,22 @@ def test_without_arguments_it_shows_the_commands_with_examples(capsys: pytest.Ca
 def test_it_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"clipwise {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("data", "threads"),
+    [("digits", 1), ("csv:a.csv?label=y:0|1", 1), ("csv:a.csv?label=y:0|1&text=note", 3), ("mnist:there", 3)],
+)
+def test_data_that_are_small_get_one_thread_since_more_only_wait(data: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        use_threads(TrainConfig(data=data))
+        assert torch.get_num_threads() == threads
+        use_threads(TrainConfig(data=data, threads=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

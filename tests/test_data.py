@@ -516,3 +516,17 @@ def test_labels_that_do_not_begin_at_zero_are_warned_of(tmp_path: Path) -> None:
         whole = {**toy(), "y": toy()["y"] + 1}
         load(saved(tmp_path, **whole, x_test=whole["x"][:3], y_test=np.array([0, 1, 2])))
         load(saved(tmp_path, **toy()))
+
+
+def test_a_data_set_of_lists_of_numbers_is_refused_since_torch_would_collate_them_place_by_place():
+    class Tokenised(Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return {"input_ids": [1, 2, index], "labels": 1}
+
+    with pytest.raises(InputError, match=r"got a list of 3 numbers: .* dataset\.set_format"):
+        as_dataset(Tokenised())
+    together = as_dataset(Tokenised(), lambda samples: torch.tensor([each["input_ids"] for each in samples]))
+    assert together.rows(torch.tensor([2, 0])).tolist() == [[1, 2, 2], [1, 2, 0]]

@@ -279,3 +279,17 @@ def test_outputs_of_other_samples_are_an_error() -> None:
     fewer = tuple(part[:5] for part in batch)
     with pytest.raises(InputError, match="the outputs of the same samples"):
         ntk(per_sample(model, output, batch), per_sample(model, squared, fewer), cw.flat())
+
+
+def test_a_method_may_be_named_by_its_expression_as_in_measure() -> None:
+    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    outputs, losses = (
+        cw.per_sample(model, logit, logit_rows(batch[0], classes=2)),
+        cw.per_sample(model, cw.cross_entropy, batch),
+    )
+    assert ntk(outputs, losses, "flat(0.5)").text() == ntk(outputs, losses, cw.flat(0.5)).text()
+    assert flow(model, cw.cross_entropy, batch, "flat(0.5)", rate=0.1, steps=2) == flow(
+        model, cw.cross_entropy, batch, cw.flat(0.5), rate=0.1, steps=2
+    )
+    with pytest.raises(InputError, match="expected a method or its expression, got 0.5"):
+        ntk(outputs, losses, 0.5)  # type: ignore[arg-type]

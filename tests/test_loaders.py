@@ -594,6 +594,46 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     assert load(line).shape == (16,)
 
 
+def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_it_says_to_write_works(
+    tmp_path: Path,
+) -> None:
+    path = table(tmp_path, "crp,y\n" + "3.5,0\n<0.3,1\n,0\nNA,1\n" * 5)
+    for said, limits in (("", "LOW..HIGH"), (":log(0..9)", "log(LOW..HIGH)"), (":log(0..9)|", "log(LOW..HIGH)|")):
+        message = refused(f"csv:{path}?label=y:0|1&columns=crp{said}", "the column crp must hold numbers, got '<0.3'")
+        line = message.split("write '")[1].split("'")[0]
+        assert line == f"crp:{limits}|<0.3{'' if said.endswith('|') else '|'}|NA"
+        assert load(f"csv:{path}?label=y:0|1&columns={line.replace('LOW..HIGH', '0..9')}").shape == (4,)
+    path = table(tmp_path, "seen,y\n" + "2020-01-01,0\n,1\nunknown,0\n" * 5)
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21|", "'seen:FIRST..LAST||unknown' where a date")
+    path = table(tmp_path, "a,y\n1,0\n" + "".join(f"word {n},1\n" for n in range(9)))  # no list of all patients' words
+    refused(f"csv:{path}?label=y:0|1&columns=a:0..9", "write 'a:LOW..HIGH|word 0' where a number is missing")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("sex:F|M", "the column sex tells nothing, since no cell is one of F, M: write its values as the file does"),
+        ("age:200..300|", "the column age tells nothing, since every number is at one end of its range or beyond it"),
+        ("sex:f|m|d", None),
+        ("age:0..1|", None),
+    ],
+)
+def test_a_column_of_which_what_was_said_fits_no_cell_is_warned_of(
+    tmp_path: Path, said: str, message: str | None
+) -> None:
+    path = table(tmp_path, "sex,age,y\n" + "f,1,0\nm,,1\nf,0,0\n" * 3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        load(f"csv:{path}?label=y:0|1&columns={said}")
+    assert [str(each.message).startswith(message or "-") for each in found] == [True] * (message is not None)
+
+
+def test_a_label_that_is_missing_is_not_said_to_be_given_a_range_that_labels_do_not_take(tmp_path: Path) -> None:
+    path = table(tmp_path, "a,pay\n" + "1,2\n3,\n" * 5)
+    said = refused(f"csv:{path}?label=pay:0..9&columns=a:0..9", "the label pay must be a number, got '' in line 3")
+    assert "LOW..HIGH" not in said
+
+
 def test_dates_are_numbers_of_days_between_two_that_were_said(tmp_path: Path) -> None:
     days = ("2020-01-01", "2020-01-11 12:00", "2020-01-21T00:00:00Z", "1999-12-31", "2031-01-01")
     path = table(tmp_path, "seen,y\n" + "".join(f"{day},{n % 2}\n" for n, day in enumerate(days)))
@@ -669,6 +709,8 @@ def test_a_bad_jsonl_file_is_an_error_of_one_line(tmp_path: Path, text: str, mes
 def test_a_file_that_is_no_text_or_no_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00a")
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "must be a text file in UTF-8")
+    (tmp_path / "t.csv").write_text("town,y\nMünster,0\n", encoding="latin-1")
+    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8")
     refused(f"csv:{tmp_path}?label=y:0|1", "is a folder: write csv:PATH")
     (tmp_path / "t.csv").write_bytes(gzip.compress(b"a,y\n1,0\n"))
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "got a gzip file: unpack it")

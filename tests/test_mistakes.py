@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
 from clipwise import report
-from clipwise.methods import Method
+from clipwise.methods import METHODS, Method, parse
 from clipwise.methods.method import Count
+from clipwise.step import check_weights
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
@@ -92,6 +93,8 @@ def test_the_options_of_other_libraries_are_answered_by_what_to_write(option: st
 def test_opacus_engine_is_answered_by_what_to_write() -> None:
     with pytest.raises(AttributeError, match=r"'PrivacyEngine': write clipwise\.make_private\("):
         cw.PrivacyEngine  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'make_private_with_epsilon': write clipwise\.make_private\("):
+        cw.make_private_with_epsilon  # noqa: B018
 
 
 def test_mixup_is_not_answered_by_another_normalisation() -> None:
@@ -361,6 +364,21 @@ def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
     private = cw.make_private(model, optimizer, (X, Y), **PLAN)
     with pytest.raises(Refused, match="depend on other samples' norms too"):
         private.method = own(weigh)
+
+
+def test_a_weight_that_will_be_cut_is_warned_of_since_another_formula_is_trained() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    for method in (own(lambda n: 1 / (1 + n.sqrt())), cw.inner_momentum(own(lambda n: 1 / (1 + n.sqrt())))):
+        with pytest.warns(UserWarning, match=r"does not keep its bound of 1: a gradient of norm .* cut to bound/norm"):
+            cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
+    with pytest.raises(InputError, match="bound must be a number above 0, got '1'"):
+        cw.make_private(model, optimizer, (X, Y), method=dataclasses.replace(cw.flat(), bound="1"), **PLAN)  # type: ignore[arg-type]
+    parameters = dict(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for method in (own(lambda n: 1 / (1 + n)), *(parse(name) for name in METHODS)):
+            check_weights(method, parameters)
 
 
 def test_counts_that_follow_other_samples_are_refused() -> None:

@@ -161,3 +161,12 @@ def test_a_model_with_public_companions_gives_the_same_file_the_same_answer(caps
     trained("npz:colours.npz", *words)
     first = predictions(capsys, "colours.npz")
     assert len(first) == 40 and first == predictions(capsys, "colours.npz")
+
+
+def test_a_cell_that_does_not_fit_is_not_answered_by_options_that_only_training_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(TABLE)
+    Path("new.csv").write_text("age,town,sex\n7,a,f\nunknown,b,m\n")
+    said = refused(capsys, "run", "--data", "new.csv")
+    assert "got 'unknown' in line 3: mend the cell" in said and "LOW..HIGH" not in said

@@ -486,11 +486,14 @@ def test_an_audits_verdict_is_shown_and_a_false_claim_comes_first(compared: Path
         shutil.copytree(compared / name, tmp_path / name)
         passed = name == "1-flat"
         row = {**audit, "passed": passed, "shown": 1.5 if passed else 4.25}
-        (tmp_path / name / "audit.json").write_text(json.dumps({"passed": passed, "rows": [row]}))
+        found = {"passed": passed, "rows": [row, {**row, "audit": "ledger"}], "note": "A <finished> run cannot be …"}
+        (tmp_path / name / "audit.json").write_text(json.dumps(found))
     runs = read([tmp_path])
     found = in_numbers(runs)
     text = Read(page(runs, figures(runs))).text
     assert "every claim holds" in text and "a claim is FALSE" in text and "4.25" in text
+    assert text.count("holds*:") == 1 and text.count("holds*") == 2  # as the command says of a ceiling below the claim
+    assert text.count("A <finished> run cannot be …") == 2  # that the configuration was audited, and not that run
     assert "flat(clip_norm=0.5) · audited" in text and "psac(clip_norm=0.5, r=0.1) · audit: FALSE claim" in text
     assert refuted(found) == "An audit shows that the ε claimed of *psac* is FALSE: do not rely on it."
     assert text.index("is FALSE: do not rely") < text.index("least biased")

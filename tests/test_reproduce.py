@@ -22,7 +22,7 @@ from clipwise.config import TrainConfig, checked
 from clipwise.data import Arrays
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import descend, holds, known, measures, read
-from clipwise.experiments.experiment import HOME, SCALES, _quantities
+from clipwise.experiments.experiment import HOME, PAPERS, SCALES, _quantities
 from clipwise.experiments.results import averaged, formatted, summary
 from clipwise.losses import squared_error as squared
 from clipwise.methods import METHODS
@@ -501,7 +501,9 @@ def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["reproduce", "--list", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == set(NAMES)
     assert main(["reproduce", "--list"]) == 0
-    assert "paper4/table2" in capsys.readouterr().out
+    listed = " ".join(capsys.readouterr().out.split())
+    assert "paper4/table2" in listed and "Xia et al. 2023: Differentially Private Learning with Per-Sample" in listed
+    assert {name.partition("/")[0] for name in NAMES} == set(PAPERS)
 
 
 def test_json_is_what_the_folder_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -356,8 +356,12 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("1")
-    with pytest.raises(InputError, match="not empty"):
+    with pytest.raises(InputError, match="not empty: choose another$"):  # nothing in it can be resumed
         trained(folder=tmp_path / "run")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "settings.toml").write_text("")
+    with pytest.raises(InputError, match="not empty: choose another, or resume what was begun in it$"):
+        trained(folder=tmp_path / "begun")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 

@@ -103,8 +103,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"clipwise.{_MODULES[name]}")
     if name not in _WHERE:
-        write = ": write clipwise.make_private(model, optimizer, data, loss=loss, …)" if name == "PrivacyEngine" else ""
-        raise AttributeError(f"module 'clipwise' has no attribute {name!r}{write}")
+        write = ": write clipwise.make_private(model, optimizer, data, loss=loss, …)"
+        elsewhere = name in ("PrivacyEngine", "make_private_with_epsilon")  # what Opacus calls it
+        raise AttributeError(f"module 'clipwise' has no attribute {name!r}{write if elsewhere else ''}")
     value = getattr(importlib.import_module(f"clipwise.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

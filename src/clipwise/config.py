@@ -94,7 +94,9 @@ class Training(Output):
     precision: str = option("what the model computes in: float32, or bf16, which a GPU does faster", "float32")
     compile: bool = option("compile the step for a fixed chunk: a minute or more at the start, then faster", False)
     seed: int = option("seed of the initial weights; the noise does not follow it", 0)
-    threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, kept=False)
+    threads: int | None = option(
+        "processor threads; one for digits and tables, torch's choice otherwise", None, kept=False
+    )
     quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)
     json_lines: bool = option(
         "print each measurement as a line of JSON while it trains, and the result as the last line",
@@ -220,7 +222,9 @@ class AdviseConfig(Output):
     samples: int = option("of the proxy that are looked at", 512, group="work")
     warm_up: int = option("ordinary steps on public data, to look at a model that has learnt", 100, group="work")
     device: str = option("cpu, cuda or cuda:1", "cpu", group="work")
-    threads: int | None = option("processor threads; one for digits, torch's choice otherwise", None, group="work")
+    threads: int | None = option(
+        "processor threads; one for digits and tables, torch's choice otherwise", None, group="work"
+    )
     seed: int = option("seed of the initial weights and of random inputs", 0, group="work")
     folder: str | None = option("where to write the advice; runs/advise-DATA-TIME unless given", None, group="output")
 

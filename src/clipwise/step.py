@@ -7,6 +7,7 @@ carry from step to step: fed_back, and Momenta.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from clipwise.methods import Block, Count, Feedback, Method
 from clipwise.records import SampleGradients, from_dense
-from clipwise.types import Gradient, InputError, Part, PrivateSum, Refused
+from clipwise.types import Gradient, InputError, Part, PrivateSum, Refused, positive
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
@@ -199,7 +200,9 @@ def check_weights(method: Method, parameters: Mapping[str, Tensor]) -> None:
     """Refuse weights or counts that follow more than a gradient's own norm: one sample would move the others' terms."""
     norms = torch.logspace(-2, 2, 9, device=next(iter(parameters.values())).device)
     for block in method.blocks(tuple(parameters)):
+        positive("bound", block.bound)
         _check_each(method, "weights", block.weigh, norms)
+        _warn_of_cut(method, block, norms)
     if method.count is not None:
         _check_each(method, "counts", method.count.of, norms)
 
@@ -213,6 +216,21 @@ def _check_each(method: Method, what: str, function: Callable[[Tensor], Tensor],
         raise Refused(
             f"the {what} of {method.name} depend on other samples' norms too, or change from call to call: one sample "
             f"would move the others' terms; make each of the {what} from its own norm alone"
+        )
+
+
+def _warn_of_cut(method: Method, block: Block, norms: Tensor) -> None:
+    """Warn where ``weigh`` will cut a weight: what is trained is then not the formula that its author wrote."""
+    there = block.bound * norms  # from far below the bound to far above it
+    weights = block.weigh(there)
+    longer = (weights.abs() * there > block.bound * 1.001).nonzero().flatten().tolist()
+    if longer:
+        norm, weight = float(there[longer[0]]), float(weights[longer[0]])
+        warnings.warn(
+            f"{method.name} does not keep its bound of {block.bound:g}: a gradient of norm {norm:.3g} gets the weight "
+            f"{weight:.3g}, and the term {abs(weight) * norm:.3g}; such weights are cut to bound/norm, so that what is "
+            "trained is not that formula: write the largest value of weight · norm as its bound",
+            stacklevel=2,
         )
 
 

@@ -29,11 +29,10 @@ from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
 from clipwise.report.folder import AUDIT, LEDGER, SETTINGS, STATEMENT, STATEMENT_TEXT, write
-from clipwise.report.runs import refuse_unfinished, stated_kinds
+from clipwise.report.runs import RECOUNT, TOO_WEAK, refuse_unfinished, stated_kinds, too_weak
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
-RECOUNT = "ledger"  # an audit that adds up and attacks nothing
 # of a statement; the steps are the run's own: the ledger may hold what was released before it, too
 NEEDED = (
     *("epsilon", "delta", "noise_multiplier", "sampling_rate", "steps", "releases", "method", "accountant"),
@@ -196,14 +195,14 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     before = ""
     for each in rows:
         numbers = [_number(value) for value in (each.claimed, each.shown, each.ceiling)]
-        held = f"holds{'*' if _weak(each) else ''}"  # one character: the table has no room for more
+        held = f"holds{'*' if too_weak(asdict(each)) else ''}"  # one character: the table has no room for more
         mark = Text(held if each.passed else "FALSE", style="" if each.passed else "bold red")
         table.add_row("" if each.method == before else labels[each.method], each.audit, *numbers, mark)
         before = each.method
     legend = [Text(f"{label}: {method}") for method, label in labels.items() if label[-1].isdigit()]
     legend.append(Text("could show: the ε that the same attack would have shown had it never been wrong"))
-    if any(each.passed and _weak(each) for each in rows):
-        legend.append(Text("holds*: too weak to refute, since even that is less than the claim"))
+    if any(each.passed and too_weak(asdict(each)) for each in rows):
+        legend.append(Text(TOO_WEAK))
     wrong = [Text(f"FALSE  {each.method}, {each.audit}: {each.detail}") for each in rows if not each.passed]
     generator = "secure noise" if plan.noise == "secure" else f"seeded noise ({plan.noise})"
     privacy = f"noise multiplier {plan.noise_multiplier:g}, rate {plan.sampling_rate:g}, {plan.steps} steps"
@@ -218,11 +217,6 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     failed = sum(not each.passed for each in rows)
     last.append(Text(f"{failed} of {len(rows)} claims are false" if failed else f"all {len(rows)} claims hold"))
     return rendered(table, Text(""), *last)
-
-
-def _weak(row: Verdict) -> bool:
-    """Whether the attack could not have refuted the claim, however well it went."""
-    return row.audit != RECOUNT and row.claimed is not None and row.ceiling is not None and row.ceiling < row.claimed
 
 
 def _labels(expressions: list[str]) -> dict[str, str]:

@@ -31,10 +31,11 @@ from clipwise.losses import cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.trees import tensors
 from clipwise.report.folder import LEDGER, STATEMENT
-from clipwise.report.runs import refuse_other_releases, short
+from clipwise.report.runs import refuse_other_releases
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
+SMALL = ("digits", "adult", "wine_red", "california_housing", "csv", "jsonl")  # unless they are texts
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 # the network for each data set, unless one is named; mlp for the others
@@ -77,10 +78,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 
 def use_threads(config: Training) -> None:
-    """Give torch its threads; the digits are so small that a second one only waits for the first."""
+    """Give torch its threads; digits and tables are so small that a second one only waits for the first."""
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
-    elif short(config.data) == "digits":
+        return
+    source = parsed(config.data)
+    if source.name in SMALL and "text" not in source.options:
         torch.set_num_threads(1)
 
 

@@ -37,7 +37,7 @@ from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import quality
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
-from clipwise.experiments.experiment import only
+from clipwise.experiments.experiment import PAPERS, only
 from clipwise.experiments.measures import Curve
 from clipwise.experiments.noise_free import NOT_PRIVATE, AfterStep
 from clipwise.experiments.plot import plotted
@@ -62,8 +62,14 @@ def run(config: ReproduceConfig) -> str:
         if config.json:
             return as_json(titles)
         table = Table(box=None, pad_edge=False, show_header=False)
+        shown = set()
         for name, title in titles.items():
-            table.add_row(name, Text(title))
+            paper = name.partition("/")[0]
+            if paper not in shown:
+                of = PAPERS[paper]
+                table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
+            shown.add(paper)
+            table.add_row(f"  {name}", Text(title))
         return rendered(table)
     if not config.experiments:
         raise InputError("expected an experiment such as paper4/table2, got none: write clipwise reproduce --list")

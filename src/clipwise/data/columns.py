@@ -14,7 +14,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,8 +53,10 @@ class Range:
         none = absent.sum(1) > 0
         there = [(cell, line) for gone, cell, line in zip(none, cells, cells.lines, strict=True) if not gone]
         known = np.full(len(cells), self.low)
+        limits = "FIRST..LAST" if self.dates else "log(LOW..HIGH)" if self.log else "LOW..HIGH"
         known[~none] = (_days if self.dates else _numbers)(
-            Cells(cells.name, [cell for cell, _ in there], [line for _, line in there])
+            Cells(cells.name, [cell for cell, _ in there], [line for _, line in there]),
+            said=limits + "".join(f"|{escaped(each)}" for each in self.missing),
         )
         values = np.array([self.low, self.high, *np.clip(known, self.low, self.high)])
         values = np.log1p(values) if self.log else values
@@ -164,13 +166,14 @@ def _day(cell: Any) -> float:
     return (moment - datetime.datetime.min) / datetime.timedelta(days=1)
 
 
-def _days(cells: Cells) -> NDArray[np.float64]:
+def _days(cells: Cells, said: str) -> NDArray[np.float64]:
     """[n]; as with numbers, a cell that is no date is an error."""
     for line, cell in zip(cells.lines, cells, strict=True):
         if not is_date(cell):
+            also = "".join(f"|{escaped(each)}" for each in _strangers(cells, is_date))
             raise InputError(
                 f"the column {cells.name} must hold dates such as 2024-02-29, got {word(cell)!r} in line {line}: write "
-                f"it so, or '{escaped(cells.name)}:FIRST..LAST|{escaped(word(cell))}' where a date is missing"
+                f"it so, or '{escaped(cells.name)}:{said}{also}' where a date is missing"
             )
     return np.array([_day(cell) for cell in cells])
 
@@ -183,12 +186,19 @@ def numeric(cell: Any) -> bool:
     return is_number(cell) or _WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None
 
 
-def _numbers(cells: Cells) -> NDArray[np.float64]:
+def _strangers(cells: Cells, fits: Callable[[Any], bool], most: int = 4) -> list[str]:
+    """The words in a column that do not fit, in order, for one message to name them all; the first if they are many."""
+    found = list(dict.fromkeys(word(cell) for cell in cells if not fits(cell)))
+    return found if len(found) <= most else found[:1]
+
+
+def _numbers(cells: Cells, said: str = "LOW..HIGH") -> NDArray[np.float64]:
     """[n]; a cell that is no finite number is an error: a guess for it would have to come from other rows."""
     name, values = cells.name, np.empty(len(cells))
     for row, cell in enumerate(cells):
         if not is_number(cell):
-            missing = f"write '{escaped(name)}:LOW..HIGH|{escaped(word(cell))}' where a number is missing"
+            also = "".join(f"|{escaped(each)}" for each in _strangers(cells, numeric))
+            missing = f"write '{escaped(name)}:{said}{also}' where a number is missing"
             write = "write it with a point and no other signs, as in 1234.5" if numeric(cell) else missing
             raise InputError(
                 f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: {write}, "

@@ -132,13 +132,16 @@ class Samples:
         if not self._length:
             raise InputError("data must have at least one row, got an empty data set")
         try:
-            first = self.collate([dataset[0]])
+            sample = dataset[0]
+            first = self.collate([sample])
         except Exception as error:
             raise InputError(
                 f"data must be {_ACCEPTED}; reading and collating the first sample of this {type(dataset).__name__} "
                 f"gave {type(error).__name__}: {' '.join(str(error).split())}; write data=(x, y), or pass a collate "
                 "function"
             ) from error
+        if collate is None:
+            _refuse_lists(sample)
         self._none = _no_rows(first)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -162,6 +165,17 @@ class Samples:
         # the protocol of torch's DataLoader for data sets that can read several samples at once
         together = getattr(self.dataset, "__getitems__", None)
         return self.collate(together(wanted) if together else [self.dataset[index] for index in wanted])
+
+
+def _refuse_lists(sample: Any) -> None:
+    """torch collates lists of numbers, such as a tokeniser's, into a tensor for each place and none for each sample."""
+    parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else ()
+    for part in parts:
+        if isinstance(part, list) and part and all(isinstance(each, (int, float)) for each in part):
+            raise InputError(
+                f"a sample must hold tensors, arrays or single numbers, got a list of {len(part)} numbers: give it as "
+                'torch.tensor(list) (Hugging Face: dataset.set_format("torch")), or pass a collate function that does'
+            )
 
 
 def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:

@@ -48,8 +48,10 @@ def read(source: Source, path: Path) -> Table:
     try:
         return (_jsonl if source.name == "jsonl" else partial(_csv, source))(file_of(source, path))
     except (OSError, UnicodeError, csv.Error) as error:
-        packed = isinstance(error, UnicodeError) and next(filter(path.read_bytes().startswith, PACKED), None)
-        got = PACKED[packed] if packed else f"{error}: write it anew"
+        encoded_otherwise = isinstance(error, UnicodeError)
+        packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
+        write = "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8" if encoded_otherwise else "write it anew"
+        got = PACKED[packed] if packed else f"{error}: {write}"
         raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
 
 
@@ -141,6 +143,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
         parts.append((inputs(source, said, table), y))
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
     _warn_of_bare(said.columns)
+    _warn_of_idle(said.columns, tables[0])
     label = said.label
     classes, unit = (len(label.names), 1.0) if isinstance(label, Values) else (1, (label.high - label.low) / 2)
     return Splits(
@@ -204,6 +207,25 @@ def _warn_of_bare(columns: Mapping[str, Meaning]) -> None:
         )
 
 
+def _warn_of_idle(columns: Mapping[str, Meaning], table: Table) -> None:
+    """Warn of columns of which what was said fits no cell, such as F|M where the file has f and m."""
+    for column, said in columns.items():
+        cells = table[column]
+        if isinstance(said, Values) and not said(cells).any():
+            why = f"no cell is one of {_shown(said.names)}: write its values as the file does, in the same case"
+        elif isinstance(said, Range) and (ends := _ends(said, cells)) and len(ends) == 1 and abs(ends.pop()) == 1:
+            why = "every number is at one end of its range or beyond it: write a range that it lies in"
+        else:
+            continue
+        warnings.warn(f"the column {column} tells nothing, since {why}", stacklevel=3)
+
+
+def _ends(said: Range, cells: Cells) -> set[float]:
+    """The numbers that a column becomes, where they are not missing."""
+    found = said(cells)
+    return set(found[found[:, 1:].sum(1) == 0, 0].tolist())
+
+
 def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) -> None:
     """Refuse columns of words of which nothing was said; the error is the line to write."""
     bare = {name: _column(source, table, name) for name, said in columns.items() if said == AsIs()}
@@ -235,6 +257,10 @@ def _dates(cells: Cells) -> str:
 def _labels(label: Range | Values, cells: Cells) -> Tensor:
     """[n]: places in the list of classes, or numbers in [−1, 1]."""
     if isinstance(label, Range):
+        for line, cell in zip(cells.lines, cells, strict=True):
+            if not numeric(cell):  # a number that is only written otherwise has a message of its own
+                got = f"got {word(cell)!r} in line {line}"
+                raise InputError(f"the label {cells.name} must be a number, {got}: mend the row, or remove it")
         return torch.from_numpy(label(cells)[:, 0].astype(np.float32))
     places = {value: place for place, value in enumerate(label.names)}
     for line, cell in zip(cells.lines, cells, strict=True):

@@ -57,7 +57,12 @@ def _of_table(source: Source, path: Path) -> Unlabelled:
                 f"{', '.join(table)}: add it, or give it this name"
             )
     vocabulary = sizes(source)[0] if said.text else None
-    return Unlabelled(tables.inputs(source, said, table), said.label, vocabulary, table)
+    try:
+        x = tables.inputs(source, said, table)
+    except InputError as error:  # what it says to write is for a run that has not been made yet
+        got = str(error).partition(": write")[0]
+        raise InputError(f"{got}: mend the cell, or write it as the run's own file writes what is missing") from error
+    return Unlabelled(x, said.label, vocabulary, table)
 
 
 def _trained_on(source: Source) -> tables.Table:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clipwise.diagnostics.bias import NOT_PRIVATE
+from clipwise.diagnostics.bias import NOT_PRIVATE, method_of
 from clipwise.methods import Block, Method
 from clipwise.records import Capture, Groups, Loss, SampleGradients
 from clipwise.types import Batch, Gradient, InputError, positive, whole
@@ -111,7 +111,7 @@ class Flow:
         return not self.rises
 
 
-def ntk(outputs: SampleGradients, losses: SampleGradients, method: Method) -> Tangent:
+def ntk(outputs: SampleGradients, losses: SampleGradients, method: Method | str) -> Tangent:
     """H and its clipped form on a batch.
 
     ``outputs`` are the gradients of the predictions f_i, one scalar per row; with K outputs per sample, K consecutive
@@ -125,6 +125,7 @@ def ntk(outputs: SampleGradients, losses: SampleGradients, method: Method) -> Ta
             f"expected the outputs of the same samples and parameters, K rows for each of {losses.samples} samples, "
             f"got {outputs.samples} rows"
         )
+    method = method_of(method)
     blocks, weights = _weights(losses, method)  # [sample, block]
     each = weights.repeat_interleave(outputs.samples // losses.samples, 0)  # [row, block]
     parts = gram(outputs, [block.names for block in blocks])  # H_r, [block, row, row]
@@ -179,12 +180,13 @@ def logit(model: nn.Module, rows: Batch) -> Tensor:
     return chosen.squeeze(1)
 
 
-def flow(model: nn.Module, loss: Loss, batch: Batch, method: Method, *, rate: float, steps: int) -> Flow:
+def flow(model: nn.Module, loss: Loss, batch: Batch, method: Method | str, *, rate: float, steps: int) -> Flow:
     """Does the loss fall monotonically? θ ← θ − η (1/n) Σ C_i ∇ℓ_i on a copy of the model (paper 2, eq. 4.2).
 
     A small ``rate`` follows the flow; no noise, since it has no part in the flow (paper 2, Fact 4.1).
     """
     positive("rate", rate)
+    method = method_of(method)
     own = copy.deepcopy(model)
     capture = Capture(own, loss)
     parameters = dict(own.named_parameters())

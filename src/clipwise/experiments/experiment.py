@@ -14,10 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from clipwise.experiments.claims import evaluated, fits
+from clipwise.methods import citations
 from clipwise.types import InputError, nearest, one_of
 
 SCALES = ("small", "full")
 HOME = Path(__file__).parent
+PAPERS = {  # what an experiment's name begins with
+    "paper0": citations.XIAO_2023,
+    "paper1": citations.ZHANG_2024_DICE,
+    "paper2": citations.BU_2023_CONVERGENCE,
+    "paper3": citations.KNOLLE_2023,
+    "paper4": citations.XIA_2023,
+}
 # what each of an experiment's measures measures: of the final model, or while it trains, and then also averaged: mean_…
 BIAS = ("cosine", "bias", "off_direction", "clipped")  # also of each method in compare, with its label behind
 BUCKETS = tuple(f"bucket_{fifth}" for fifth in range(1, 6))

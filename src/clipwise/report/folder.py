@@ -36,7 +36,9 @@ def refuse_used(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder that is new or empty: choose another")
     if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"the folder {folder} is not empty: choose another, or resume a run that is in it")
+        begun = (folder / SETTINGS).is_file() and not (folder / STATEMENT).is_file()
+        resume = ", or resume what was begun in it" if begun else ""
+        raise InputError(f"the folder {folder} is not empty: choose another{resume}")
 
 
 class RunFolder:

@@ -34,7 +34,7 @@ from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, epsilon_together, short
+from clipwise.report.runs import ROOT_MEAN_SQUARE, TOO_WEAK, Recorded, comparable, epsilon_together, short, too_weak
 from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
@@ -257,15 +257,18 @@ def _audit(run: Recorded) -> str:
             "<p>Not audited. To attack this run’s configuration and hold what that shows against its ε, write "
             f"<code>{escape(command)}</code></p>"
         )
+    rows = run.audit["rows"]
     lines = "".join(
         f"<tr><th scope=row>{escape(str(row['audit']))}</th>"
         + "".join(f"<td class=num>{_number(row.get(name))}</td>" for name in ("claimed", "shown", "ceiling"))
-        + f"<td>{'holds' if row['passed'] else '<strong>FALSE</strong>'}</td></tr>"
-        for row in run.audit["rows"]
+        + f"<td>{'<strong>FALSE</strong>' if not row['passed'] else 'holds*' if too_weak(row) else 'holds'}</td></tr>"
+        for row in rows
     )
+    weak = f" {TOO_WEAK}." if any(row["passed"] and too_weak(row) for row in rows) else ""
     verdict = "every claim holds" if run.audit["passed"] else "<strong>a claim is FALSE</strong>"
     return (
-        f"<p>Audit: {verdict}. An attack’s lower bound on ε must not be above what is claimed.</p>"
+        f"<p>Audit: {verdict}. An attack’s lower bound on ε must not be above what is claimed; <em>could show</em> is "
+        f"the ε that it would have shown had it never been wrong.{weak} {escape(str(run.audit.get('note', '')))}</p>"
         "<div class=scroll role=region aria-label='Audit' tabindex=0><table><thead><tr><th scope=col>audit</th>"
         "<th scope=col class=num>claimed ε</th><th scope=col class=num>shown ≥</th>"
         "<th scope=col class=num>could show</th>"

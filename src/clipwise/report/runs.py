@@ -12,7 +12,7 @@ import shlex
 import tomllib
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from clipwise.types import InputError
 SLACK = 1e-3  # of ε: another version's grid may round up a little further
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
 ROOT_MEAN_SQUARE = "root mean squared, in the label’s own unit"  # what the error of a regression is
+RECOUNT = "ledger"  # of an audit's rows the one that adds up and attacks nothing
+TOO_WEAK = "holds*: too weak to refute, since even that is less than the claim"
 Values = Mapping[str, Any]
 
 
@@ -148,6 +150,12 @@ def own(look: Values) -> Values:
 def blind(look: Values) -> bool:
     """Whether no sample of a look had a finite gradient: its zeros are not measured, and belong in no mean."""
     return bool(look["non_finite"] == look["samples"])
+
+
+def too_weak(row: Values) -> bool:
+    """Whether this row of an audit could not have refuted the claim, however well its attack went."""
+    claimed, ceiling = row.get("claimed"), row.get("ceiling")
+    return row["audit"] != RECOUNT and claimed is not None and ceiling is not None and bool(ceiling < claimed)
 
 
 def short(data: str) -> str:

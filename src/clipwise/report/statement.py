@@ -6,6 +6,7 @@ Gives: Statement, as JSON values and as text.
 
 from __future__ import annotations
 
+import math
 import platform
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -74,6 +75,8 @@ class Statement:
         """A few lines for people."""
         seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
         grid = "" if self.discretisation is None else f", grid {self.discretisation:g}"
+        samples = round(self.expected_batch / self.sampling_rate)  # the rate is batch/samples
+        large = "" if self.delta < 1 / samples else "  ← not below 1/samples: it would allow a sample's publication"
         tested = "passed" if self.self_tested else "turned off"
         rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
         wide = set(self.weights.split(", ")) <= {"float32", "float64"}
@@ -82,10 +85,13 @@ class Statement:
         steps = [] if plain else [f"  steps        {'; '.join(map(_said, self.entries))}"]
         before = "; ".join(map(_said, self.spent_before)) or "nothing: the steps are all that was released"
         spent = rounded_up(self.epsilon)
+        times = f" = {rounded_up(math.exp(float(spent)))}" if self.epsilon < 14 else ""  # a million says no more
         lines = [
             f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
+            f"  meaning      whatever follows from the releases is at most e^{spent}{times} times as likely with any "
+            f"one sample as without it, and the reverse, plus a probability of {self.delta:g}{large}",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
-            f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g}",
+            f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g} of {samples} samples",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             *steps,
             f"  method       {self.method}",
@@ -138,6 +144,7 @@ REFUSED = (
     "releases without a proof",
 )
 EXCLUDED = (
+    "several samples together, such as all rows of a person who stands in more than one: ε is for one sample",
     "choosing among runs by their results (clipwise compare prints the ε of all of them together; "
     "clipwise.accounting.selection prices a choice of which only the best run is ever seen)",
     "statistics of the training data used before training (normalisation, vocabulary), unless named above",
