@@ -555,3 +555,39 @@ def test_a_row_that_only_fills_a_chunk_spoils_no_sum_where_it_alone_is_not_finit
         assert all(bool(value.isfinite().all()) for value in private.parts[0].value.values())
         kept += finite
     assert kept  # else no chunk was spoilt by a copy alone
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(16, 3), 2.0
+        self.register_buffer("shift", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.times * self.layer(x.flatten(1) + self.shift)
+
+
+@pytest.mark.parametrize("name", ["times", "shift"])
+def test_what_a_graph_took_for_a_constant_cannot_be_exchanged(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda graph, **given: real(graph, **{**given, "backend": "aot_eager"}))
+    net = Scaled().double()
+    how = {"noise_multiplier": 1.0, "steps": 4, "batch": 8, "delta": 1e-5, "noise": 0}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    private = clipwise.make_private(net, optimizer, batch(40), loss=loss, compile=True, **how)
+    batches = private.batches()
+    for _ in range(2):
+        private.step(next(batches))
+    net.shift.fill_(1.0)  # a buffer's values are no constants
+    private.step(next(batches))
+    setattr(net, name, 3.0 if name == "times" else torch.ones(16, dtype=torch.float64))
+    with pytest.raises(InputError, match=f"{name} of the model is another than when its step was compiled"):
+        private.step(next(batches))
+
+
+def test_dropout_is_named_where_a_graph_cannot_be_held_against_the_eager_pass() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    compiled = CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})
+    with pytest.raises(Refused, match="draws at random while it trains"):
+        compiled(batch(ROWS))

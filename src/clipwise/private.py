@@ -259,6 +259,8 @@ class Private:
                 f"{min(new)} is trained only since the run began, and its step is compiled without it: make a new run "
                 "with spent=private.ledger, or leave compile=True out"
             )
+        if fast is not None:
+            fast.refuse_changed()
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode(parameters)
         return parameters
