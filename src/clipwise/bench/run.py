@@ -93,6 +93,7 @@ def bench(
         torch=torch.__version__,
         machine=torch.cuda.get_device_name(device) if on_cuda else f"{platform.system()} {platform.machine()}",
         device=device,
+        compile=compile,
     )
 
 

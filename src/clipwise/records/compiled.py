@@ -45,6 +45,7 @@ INDUCTOR = {
 }
 ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
+_Constant = tuple[Mapping[str, Any], str, Any]  # where it is kept, its name, and what it was
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class CompiledCapture:
     options: dict[str, Any] = field(default_factory=dict)  # for torch.compile
     _graphs: dict[Any, _Graphs] = field(default_factory=dict, repr=False)
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
-    _kept: list[tuple[str, Any]] | None = field(default=None, repr=False)
+    _kept: list[_Constant] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         """Remember the modules: to walk through a model takes longer than to look at a list."""
@@ -124,29 +125,27 @@ class CompiledCapture:
         )
         if place not in self._graphs:
             self._graphs[place] = _Graphs(self.model, run, arguments, rows, self.groups, self.options)
-            self._kept = self._kept or self._constant()
+            self._kept = self._kept or list(self._constants())
         return self._graphs[place](arguments, samples)
 
     def refuse_changed(self) -> None:
         """Refuse a model of which something is another than when it was compiled: its graphs keep that as it was."""
-        if self._kept is None:
-            return
-        for (name, one), (_, other) in zip(self._kept, self._constant(), strict=True):
-            if one is not other and (isinstance(one, Tensor) or one != other):
+        for own, name, value in self._kept:
+            now = own.get(name)
+            if now is not value and (isinstance(value, Tensor) or now != value):
                 raise InputError(
                     f"{name} of the model is another than when its step was compiled, which keeps it as it was: write "
                     f"a new value into a buffer, {name}.copy_(…), make a new run with spent=private.ledger, or leave "
                     "compile=True out"
                 )
 
-    def _constant(self) -> list[tuple[str, Any]]:
+    def _constants(self) -> Iterator[_Constant]:
         """The model's buffers and plain numbers, which a graph takes for constants; a mode has graphs of its own."""
-        found: list[tuple[str, Any]] = []
-        for module in self._modules:
-            own = vars(module)
-            found += own["_buffers"].items()
-            found += [(k, v) for k, v in own.items() if type(v) in (bool, int, float, str) and k != "training"]
-        return found
+        for own in map(vars, self._modules):
+            yield from ((own["_buffers"], name, value) for name, value in own["_buffers"].items())
+            for name, value in own.items():
+                if type(value) in (bool, int, float, str) and name != "training":
+                    yield own, name, value
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
@@ -199,7 +198,7 @@ class _Graphs:
             return {name: _laid_out(value, self.parameters[name]) for name, value in sums.items()}
 
         pool = getattr(forward, "pool", None)
-        beside = (*model.parameters(), *model.buffers(), *_constants(graph), *tensors(own[1:]))
+        beside = (*model.parameters(), *model.buffers(), *_graph_tensors(graph), *tensors(own[1:]))
         self._weights = _Weights(norms, pool, zero_rows(flat, self.rows, beside))
         inputs = flat, self._weights.every
         self._forward, self._sum = forward, _ready(graph_of(second, *inputs), inputs, options, pool)
@@ -361,7 +360,7 @@ class _Later(Mapping[str, tuple[Record, ...]]):
         return len(self._make())
 
 
-def _constants(graph: Callable[..., Any]) -> list[Tensor]:
+def _graph_tensors(graph: Callable[..., Any]) -> list[Tensor]:
     """Tensors that a traced graph holds: a model's masks, say."""
     modules = graph.modules() if isinstance(graph, nn.Module) else ()
     held = [value for m in modules for value in (*m.parameters(False), *m.buffers(False), *vars(m).values())]
