@@ -142,8 +142,8 @@ def _meaning(kind: str, table: Table) -> str:
         )
     if kind == METHOD:
         return (
-            f"\nMethods as make_private runs them, {'' if table.compile else 'not '}compiled. flat: milliseconds{memory}; "
-            "the others: times as much, beside the most that it should be."
+            f"\nMethods as make_private runs them, {'' if table.compile else 'not '}compiled. "
+            f"flat: milliseconds{memory}; the others: times as much, beside the most that it should be."
         )
     if table.device == "cpu":
         return f"plain: milliseconds{memory} of the step without privacy; other columns: times as much as plain."
