@@ -110,7 +110,7 @@ class CompiledCapture:
         Whatever may differ from step to step must be a tensor of ``batch`` or ``beside``: the graph keeps the rest as
         it was the first time. The ``key`` says which run it is, ``each`` how many rows of the model a sample is.
         """
-        samples, rows = batch_size(batch), self.rows // each
+        samples, rows = batch_size(batch), max(1, self.rows // each)
         if samples > rows:
             raise InputError(f"expected at most {rows} rows, got {samples}")
         if samples == 0:
