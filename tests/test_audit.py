@@ -28,6 +28,7 @@ from clipwise.methods import METHODS, Method, parse
 from clipwise.models import Accompanied
 from clipwise.records import from_dense
 from clipwise.report.answer import in_numbers as rows_of
+from clipwise.report.folder import digest
 from clipwise.step import private_sum
 from clipwise.types import InputError
 
@@ -498,6 +499,8 @@ def test_a_model_that_was_written_on_a_gpu_is_audited_without_one(
     with monkeypatch.context() as patched:
         patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(torch.load(finished / "model.pt"), there / "model.pt")
+    stated = json.loads((there / "statement.json").read_text()) | {"model": digest(there / "model.pt")}
+    (there / "statement.json").write_text(json.dumps(stated))
     assert main(["audit", str(there), "--quiet", *FEW]) == 0
 
 
@@ -639,6 +642,13 @@ def test_what_the_statement_for_people_says_is_held_against_the_ledger_too(finis
     assert not (found := command._ledger(command._read(there))).passed and "of other kinds" in found.detail
     (there / "ledger.jsonl").write_text("".join((there / "ledger.jsonl").read_text().splitlines(keepends=True)[:3]))
     assert "the ledger holds 3 releases, and statement.json says 4" in command._ledger(command._read(there)).detail
+
+
+def test_a_model_that_is_not_the_statement_s_is_found(finished: Path, tmp_path: Path) -> None:
+    there = shutil.copytree(finished, tmp_path / "run")
+    (there / "model.pt").write_bytes((there / "model.pt").read_bytes() + b" ")
+    found = command._ledger(command._read(there))
+    assert not found.passed and "model.pt is another file" in found.detail
 
 
 def test_a_run_without_its_data_is_audited_as_far_as_its_folder_goes(

@@ -4,6 +4,7 @@ Receives: make_private and train, on a few dozen samples, with a seeded stream w
 Gives: the number of releases that was planned, ε within the target, and folders that can always be resumed.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -779,6 +780,8 @@ def test_a_run_s_folder_holds_ledger_metrics_model_and_statement(tmp_path: Path)
     statement = json.loads((run.folder / "statement.json").read_text())
     assert statement["epsilon"] == run.epsilon and statement["generator"] == "seeded(3)"
     assert (run.folder / "statement.txt").read_text() == run.statement.text()
+    assert statement["model"] == hashlib.sha256((run.folder / "model.pt").read_bytes()).hexdigest()
+    assert statement["model"] in run.statement.text() and statement["made"] in run.statement.text()
     assert len((run.folder / "ledger.jsonl").read_text().splitlines()) == 6
     assert [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()] == [3, 6]
     assert not list(run.folder.glob(".*"))

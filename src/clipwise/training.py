@@ -6,6 +6,7 @@ Gives: ``train``, whose Run holds the model, the privacy statement and the measu
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import json
 import warnings
@@ -32,7 +33,7 @@ from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
-from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT
+from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest
 from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, instead, whole
@@ -317,7 +318,9 @@ class _Loop:
         statement = self.private.statement()
         citation = "\n\n".join(paper.bibtex() for paper in methods.papers([self.private.method, self.private.post]))
         if self.folder is not None:
-            self.folder.save(MODEL, self.model.state_dict())
+            file = self.folder.save(MODEL, self.model.state_dict())
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            statement = replace(statement, model=digest(file), made=today)
             self.folder.write(STATEMENT, json.dumps(statement.as_dict(), indent=2) + "\n")
             self.folder.write(STATEMENT_TEXT, statement.text())
             for name in (CHECKPOINT, HIDDEN):

@@ -28,7 +28,7 @@ from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, from_toml, made
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
-from clipwise.report.folder import AUDIT, LEDGER, SETTINGS, STATEMENT, STATEMENT_TEXT, write
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, write
 from clipwise.report.runs import RECOUNT, TOO_WEAK, refuse_unfinished, stated_kinds, too_weak
 from clipwise.types import InputError, whole
 
@@ -153,6 +153,8 @@ def _ledger(finished: _Finished) -> Verdict:
         wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
     elif kinds != stated_kinds(stated):
         wrong.append(f"the ledger's releases are of other kinds than {STATEMENT} says")
+    if stated.get("model") and (file := finished.path / MODEL).is_file() and digest(file) != stated["model"]:
+        wrong.append(f"{MODEL} is another file than the one that {STATEMENT} names by its SHA-256")
     if spent > stated["epsilon"] * (1 + 1e-9):
         wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")
     if text.is_file() and not text.read_text(encoding="utf-8").startswith(claim):

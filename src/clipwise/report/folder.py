@@ -7,6 +7,7 @@ line by line.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -129,6 +130,11 @@ def lines(place: Path) -> list[dict[str, Any]]:
 def measurements(place: Path) -> list[dict[str, float]]:
     """The rows of a file of measurements: all numbers, and NaN where JSON, which has no word for it, has null."""
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in lines(place)]
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, by which a statement names the model that it speaks of."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def write(place: Path, content: bytes | str, otherwise: str = FREE_SPACE) -> Path:

@@ -45,6 +45,8 @@ class Statement:
     excluded: tuple[str, ...]
     versions: dict[str, str]
     weights: str = "float32"  # the format of the trained parameters
+    model: str = ""  # SHA-256 of the file that holds them, where there is one
+    made: str = ""  # the day on which it was written, UTC
 
     @classmethod
     def of(cls, ledger: Ledger, *, earlier: Iterable[tuple[Event, int]] = (), **known: Any) -> Statement:
@@ -83,6 +85,7 @@ class Statement:
         rounded = [] if wide else [f"  weights      {self.weights}: small updates round away"]
         plain = [each["event"] for each in self.entries] in ([], ["poisson_gaussian"])  # the lines above say it all
         steps = [] if plain else [f"  steps        {'; '.join(map(_said, self.entries))}"]
+        model = [f"  model        model.pt of {self.made}, SHA-256 {self.model}"] if self.model else []
         before = "; ".join(map(_said, self.spent_before)) or "nothing: the steps are all that was released"
         spent = rounded_up(self.epsilon)
         times = f" = {rounded_up(math.exp(float(spent)))}" if self.epsilon < 14 else ""  # a million says no more
@@ -95,6 +98,7 @@ class Statement:
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
             *steps,
             f"  method       {self.method}",
+            *model,
             *rounded,
             f"  self-test    {tested}",
             f"  by vmap      {', '.join(self.fallbacks) or 'nothing'}",
