@@ -144,7 +144,8 @@ def test_an_empty_batch_is_empty_and_a_larger_one_is_an_error(captures: Any) -> 
         compiled(batch(ROWS + 1))
 
 
-RUNS = (flat(0.5), adaptive(0.5, count_share=0.1), inner_momentum(adaptive(0.5)), dice(bam(flat(0.5)), memory="none"))
+TWICE = self_augmentation(flat(0.5), views=2, augment="none")
+RUNS = (flat(0.5), adaptive(0.5, count_share=0.1), inner_momentum(adaptive(0.5), horizon=1), dice(TWICE, memory="none"))
 
 
 @pytest.mark.parametrize("method", RUNS, ids=str)
@@ -164,7 +165,7 @@ STEADY = [
     "self_augmentation(flat(0.1), views=3, augment='flip')",
     "bam(flat(0.1), alpha=0.5)",
     "disk(layerwise(flat(0.1)))",
-    "inner_momentum(self_augmentation(bam(psac(0.1)), views=2, augment='flip'))",
+    "inner_momentum(self_augmentation(bam(psac(0.1)), views=2, augment='flip'), horizon=1)",
 ]
 
 
