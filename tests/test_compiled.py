@@ -560,14 +560,29 @@ def test_a_row_that_only_fills_a_chunk_spoils_no_sum_where_it_alone_is_not_finit
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.times = nn.Linear(16, 3), 2.0
+        self.layer, self.times, self.function = nn.Linear(16, 3), 2.0, torch.tanh
         self.register_buffer("shift", torch.zeros(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.times * self.layer(x.flatten(1) + self.shift)
+        return self.times * self.layer(self.function(x.flatten(1) + self.shift))
 
 
-@pytest.mark.parametrize("name", ["times", "shift"])
+def set_weight(net: Scaled) -> None:
+    net.layer.weight = nn.Parameter(2 * net.layer.weight.detach())
+
+
+EXCHANGED = {
+    "times": lambda net: setattr(net, "times", 3.0),
+    "times ": lambda net: setattr(net, "times", torch.ones(3, dtype=torch.float64)),
+    "shift": lambda net: setattr(net, "shift", torch.ones(16, dtype=torch.float64)),
+    "layer": lambda net: setattr(net, "layer", nn.Linear(16, 3).double()),
+    "weight": set_weight,
+    "function": lambda net: setattr(net, "function", torch.sin),
+    "forward": lambda net: setattr(net, "forward", lambda x: net.layer(x.flatten(1))),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
 def test_what_a_graph_took_for_a_constant_cannot_be_exchanged(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda graph, **given: real(graph, **{**given, "backend": "aot_eager"}))
@@ -580,8 +595,8 @@ def test_what_a_graph_took_for_a_constant_cannot_be_exchanged(monkeypatch: pytes
         private.step(next(batches))
     net.shift.fill_(1.0)  # a buffer's values are no constants
     private.step(next(batches))
-    setattr(net, name, 3.0 if name == "times" else torch.ones(16, dtype=torch.float64))
-    with pytest.raises(InputError, match=f"{name} of the model is another than when its step was compiled"):
+    EXCHANGED[name](net)
+    with pytest.raises(InputError, match=f"{name.strip()} of the model is another than when its step was compiled"):
         private.step(next(batches))
 
 

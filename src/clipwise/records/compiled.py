@@ -45,6 +45,7 @@ INDUCTOR = {
 }
 ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
+_PLAIN = (bool, int, float, str)  # compared by value, and all else by identity
 _Constant = tuple[Mapping[str, Any], str, Any]  # where it is kept, its name, and what it was
 
 
@@ -132,19 +133,24 @@ class CompiledCapture:
         """Refuse a model of which something is another than when it was compiled: its graphs keep that as it was."""
         for own, name, value in self._kept:
             now = own.get(name)
-            if now is not value and (isinstance(value, Tensor) or now != value):
+            if now is not value and (type(now) is not type(value) or type(value) not in _PLAIN or now != value):
                 raise InputError(
                     f"{name} of the model is another than when its step was compiled, which keeps it as it was: write "
-                    f"a new value into a buffer, {name}.copy_(…), make a new run with spent=private.ledger, or leave "
-                    "compile=True out"
+                    f"new values into a parameter or a buffer, {name}.data.copy_(…), make a new run with "
+                    "spent=private.ledger, or leave compile=True out"
                 )
 
     def _constants(self) -> Iterator[_Constant]:
-        """The model's buffers and plain numbers, which a graph takes for constants; a mode has graphs of its own."""
+        """What a graph takes for constants; a mode has graphs of its own.
+
+        Which modules, parameters and buffers there are, plain numbers, and functions, such as an activation or a
+        ``forward`` in the place of the class's.
+        """
         for own in map(vars, self._modules):
-            yield from ((own["_buffers"], name, value) for name, value in own["_buffers"].items())
-            for name, value in own.items():
-                if type(value) in (bool, int, float, str) and name != "training":
+            for kind in (own["_modules"], own["_parameters"], own["_buffers"]):
+                yield from ((kind, name, value) for name, value in kind.items())
+            for name, value in {"forward": None, **own}.items():
+                if name != "training" and (type(value) in _PLAIN or callable(value) or name == "forward"):
                     yield own, name, value
 
 
