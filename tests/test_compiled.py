@@ -13,7 +13,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipwise
 from clipwise.engine import ChunkEngine
-from clipwise.methods import Steady, adaptive, bam, dice, flat, inner_momentum, layerwise, parse, self_augmentation
+from clipwise.methods import (
+    Steady,
+    adaptive,
+    bam,
+    dice,
+    flat,
+    inner_momentum,
+    layerwise,
+    p_average,
+    parse,
+    self_augmentation,
+)
 from clipwise.records import Capture, kinds, per_sample, traced, trainable
 from clipwise.records import compiled as compiled_module
 from clipwise.records import lean as lean_module
@@ -137,23 +148,30 @@ def test_the_private_sum_is_the_eager_one_also_with_a_sample_that_is_not_finite(
             assert all(torch.allclose(one.value[n], other.value[n], rtol=1e-9, atol=1e-12) for n in other.value)
 
 
-def test_an_empty_batch_is_empty_and_a_larger_one_is_an_error(captures: Any) -> None:
-    _, compiled, *_ = captures
+def test_an_empty_batch_is_empty_and_a_larger_one_is_computed_eagerly(captures: Any) -> None:
+    _, compiled, eager, _ = captures
     assert compiled(batch(0)).samples == 0
-    with pytest.raises(InputError, match=f"at most {ROWS} rows, got {ROWS + 1}"):
-        compiled(batch(ROWS + 1))
+    larger = batch(ROWS + 1)
+    assert torch.equal(compiled(larger).norms(), eager(larger).norms())
 
 
-RUNS = (flat(0.5), adaptive(0.5, count_share=0.1), inner_momentum(adaptive(0.5)), dice(bam(flat(0.5)), memory="none"))
+RUNS = (
+    (flat(0.5), 20),
+    (adaptive(0.5, count_share=0.1), 20),
+    (inner_momentum(adaptive(0.5)), 20),
+    (dice(bam(flat(0.5)), memory="none"), 20),
+    (p_average(flat(0.5), 4), 3),  # units that are larger than a chunk
+    (self_augmentation(flat(0.5), views=4, augment="flip"), 3),  # samples that are
+)
 
 
-@pytest.mark.parametrize("method", RUNS, ids=str)
-def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+@pytest.mark.parametrize(("method", "chunk"), RUNS, ids=str)
+def test_a_compiled_run_is_the_eager_run(monkeypatch: pytest.MonkeyPatch, method: Any, chunk: int) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda graph, **given: real(graph, **{**given, "backend": "aot_eager"}))
     ends = []
     for compiled in (False, True):
-        net, how = model(), {"noise_multiplier": 1.0, "steps": 3, "batch": 8, "chunk": 20, "noise": 0}
+        net, how = model(), {"noise_multiplier": 1.0, "steps": 3, "batch": 8, "chunk": chunk, "noise": 0}
         clipwise.train(net, loss, batch(40), method=method, compile=compiled, **how)
         ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
     assert torch.allclose(*ends, rtol=1e-6)

@@ -1,6 +1,7 @@
 """The same per-sample gradients through compiled graphs of one fixed size.
 
-Receives: a model, a loss, and batches of at most ``rows`` samples, which are padded to that size.
+Receives: a model, a loss, and batches of at most ``rows`` samples, which are padded to that size; larger ones are
+computed without a graph.
 Gives: SampleGradients whose norms and weighted sums come from two graphs: forward, backward and norms in the first, the
 weighted sum in the second. Between them a method weighs norms as it likes. Where it takes gradients is part of the
 first graph if it is the same at every step (``of``): all of its passes, and what it makes of them.
@@ -100,7 +101,7 @@ class CompiledCapture:
         self._capture = Capture(self.model, self.loss)
 
     def __call__(self, batch: Batch) -> SampleGradients:
-        """The per-sample gradients of a batch of at most ``rows`` samples."""
+        """The per-sample gradients of a batch; one of more than ``rows`` samples is computed eagerly."""
         return self.of(self._capture, None, batch)
 
     def of(
@@ -111,10 +112,8 @@ class CompiledCapture:
         Whatever may differ from step to step must be a tensor of ``batch`` or ``beside``: the graph keeps the rest as
         it was the first time. The ``key`` says which run it is, ``each`` how many rows of the model a sample is.
         """
-        samples, rows = batch_size(batch), self.rows // each
-        if samples > rows:
-            raise InputError(f"expected at most {rows} rows, got {samples}")
-        if samples == 0:
+        samples, rows = batch_size(batch), max(1, self.rows // each)
+        if not 0 < samples <= rows:  # a unit of several samples may be larger than a chunk, and chance says how large
             return run(batch, *beside)
         arguments = mapped(batch, lambda t: _padded(t, rows) if t.dim() else t), *beside
         place = (
