@@ -596,6 +596,7 @@ EXCHANGED = {
     "layer": lambda net: setattr(net, "layer", nn.Linear(16, 3).double()),
     "weight": set_weight,
     "function": lambda net: setattr(net, "function", torch.sin),
+    "_forward_hooks": lambda net: net.layer.register_forward_hook(lambda module, given, found: 3 * found),
     "forward": lambda net: setattr(net, "forward", lambda x: net.layer(x.flatten(1))),
 }
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, full_precision, summed, widened
 from clipwise.records.lean import lean
+from clipwise.records.states import HOOKS
 from clipwise.records.tf32 import allowed
 from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Gradient, InputError, Refused
@@ -46,7 +48,8 @@ INDUCTOR = {
 }
 ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
-_PLAIN = (bool, int, float, str)  # compared by value, and all else by identity
+_PLAIN = (bool, int, float, str)
+_VALUES = (*_PLAIN, OrderedDict)  # of constants those that are compared by value, as hooks are, and not by identity
 _Constant = tuple[Mapping[str, Any], str, Any]  # where it is kept, its name, and what it was
 
 
@@ -132,7 +135,7 @@ class CompiledCapture:
         """Refuse a model of which something is another than when it was compiled: its graphs keep that as it was."""
         for own, name, value in self._kept:
             now = own.get(name)
-            if now is not value and (type(now) is not type(value) or type(value) not in _PLAIN or now != value):
+            if now is not value and (type(now) is not type(value) or type(value) not in _VALUES or now != value):
                 raise InputError(
                     f"{name} of the model is another than when its step was compiled, which keeps it as it was: write "
                     f"new values into a parameter or a buffer, {name}.data.copy_(…), make a new run with "
@@ -142,10 +145,11 @@ class CompiledCapture:
     def _constants(self) -> Iterator[_Constant]:
         """What a graph takes for constants; a mode has graphs of its own.
 
-        Which modules, parameters and buffers there are, plain numbers, and functions, such as an activation or a
+        Which modules, parameters, buffers and hooks there are, plain numbers, and functions, such as an activation or a
         ``forward`` in the place of the class's.
         """
         for own in map(vars, self._modules):
+            yield from ((own, kind, own[kind].copy()) for kind in HOOKS)
             for kind in (own["_modules"], own["_parameters"], own["_buffers"]):
                 yield from ((kind, name, value) for name, value in kind.items())
             for name, value in {"forward": None, **own}.items():
