@@ -219,8 +219,11 @@ def test_methods_that_differ_in_weights_alone_share_what_is_compiled() -> None:
 def test_a_method_whose_look_no_graph_can_hold_is_not_compiled_whole(text: str) -> None:
     assert not isinstance(parse(text).probe, Steady)
     assert not isinstance(inner_momentum(parse(text)).probe, Steady)
+
+
+def test_a_look_of_ones_own_makes_what_is_wrapped_around_it_one_that_is_not_compiled_whole() -> None:
     own = replace(bam(flat()), probe=lambda engine, rows: engine.gradients(rows))
-    assert not isinstance(own.probe, Steady)
+    assert isinstance(inner_momentum(bam(flat())).probe, Steady) and not isinstance(inner_momentum(own).probe, Steady)
 
 
 def normalised_graph() -> tuple[Any, dict[str, Tensor], Any]:
