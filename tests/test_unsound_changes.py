@@ -188,7 +188,16 @@ def switched(model: nn.Sequential) -> None:
     model[1].on = True
 
 
-@pytest.mark.parametrize("change", [exchanged, switched])
+class Centring(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def reclassed(model: nn.Sequential) -> None:
+    model[1].__class__ = Centring
+
+
+@pytest.mark.parametrize("change", [exchanged, switched, reclassed])
 def test_a_module_that_is_exchanged_for_another_of_its_kind_or_switched_is_tested(change: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 8), Centred(False), nn.Linear(8, 3))
     private = private_for(model)
