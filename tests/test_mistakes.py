@@ -370,8 +370,12 @@ def test_a_weight_that_will_be_cut_is_warned_of_since_another_formula_is_trained
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters())
     for method in (own(lambda n: 1 / (1 + n.sqrt())), cw.inner_momentum(own(lambda n: 1 / (1 + n.sqrt())))):
-        with pytest.warns(UserWarning, match=r"does not keep its bound of 1: a gradient of norm .* cut to bound/norm"):
+        said = r"does not keep its bound of 1: a gradient of norm .* cut to bound/norm"
+        with pytest.warns(UserWarning, match=said) as seen:
+            cw.make_private(model, optimizer, (X, Y), method=cw.flat(), **PLAN).method = method
+        with pytest.warns(UserWarning, match=said) as again:
             cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
+        assert [w.filename for w in (*seen, *again)] == [__file__] * 2  # the user's own line
     with pytest.raises(InputError, match="bound must be a number above 0, got '1'"):
         cw.make_private(model, optimizer, (X, Y), method=dataclasses.replace(cw.flat(), bound="1"), **PLAN)  # type: ignore[arg-type]
     parameters = dict(model.named_parameters())

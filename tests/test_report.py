@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import main
-from clipwise.cli.runs import spent_before
+from clipwise.cli.parts import spent_before
 from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
@@ -36,6 +36,7 @@ from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import page
 from clipwise.report.svg import _apart, formatted, share, ticks
+from clipwise.types import InputError
 
 FAST = ["--noise-multiplier", "1", "--accountant", "rdp", "--batch", "20", "--delta", "1e-3", "--threads", "1"]
 FAST += ["--noise-seed", "0", "--no-self-test", "--quiet"]  # seeded: which methods come out alike must not be chance
@@ -295,6 +296,16 @@ def test_a_run_with_the_ledger_of_another_is_refused_also_as_what_was_spent(comp
     for use in (lambda: read([place]), lambda: spent_before(str(place))):
         with pytest.raises(ValueError, match="lacks 6 releases that the statement names"):
             use()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"entries": [{"event": "poisson"}]}'])
+def test_a_statement_that_cannot_be_read_beside_what_was_spent_is_an_error_of_one_line(
+    compared: Path, tmp_path: Path, text: str
+) -> None:
+    place = shutil.copytree(compared / "1-flat", tmp_path / "run")
+    (place / "statement.json").write_text(text)
+    with pytest.raises(InputError, match=r"statement\.json is not as clipwise writes it .*: restore it"):
+        spent_before(str(place))
 
 
 def test_a_statement_that_says_less_than_its_ledger_costs_is_refused(compared: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How samples are read for the self-test: together, and in pieces, each as if it were the whole.
 
 Receives: what goes through the model, and the samples to look at.
-Gives: Reader, whose read gives them both ways; an error where a data set or collate draws so that samples meet.
+Gives: Reader, whose read gives them both ways; an error where a data set or collate draws so that samples meet; shapes.
 """
 
 from __future__ import annotations

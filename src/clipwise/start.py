@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
@@ -108,7 +108,9 @@ def make_private(
     _check_one("how private", "epsilon=3", epsilon=epsilon, noise_multiplier=noise_multiplier)
     asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
     one_of("accountant", accountant, ACCOUNTANTS)
-    chosen, after = _method(method, parameters), _post(post)
+    chosen, after = _method(method), _post(post)
+    for phase in chosen.phases:
+        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
     earlier, added = _released(spent, ledger)
     dataset = as_dataset(data, collate)
@@ -181,12 +183,10 @@ class Privacy(TypedDict, total=False):
     spent: Ledger | None
 
 
-def _method(given: Method | str | None, parameters: Mapping[str, Tensor]) -> Method:
+def _method(given: Method | str | None) -> Method:
     chosen = methods.parse(given) if isinstance(given, str) else methods.flat() if given is None else given
     if not isinstance(chosen, Method):
         raise InputError(f"expected a method such as clipwise.psac(), got {given!r}")
-    for phase in chosen.phases:
-        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
     return chosen
 
 

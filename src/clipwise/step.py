@@ -230,7 +230,7 @@ def _warn_of_cut(method: Method, block: Block, norms: Tensor) -> None:
             f"{method.name} does not keep its bound of {block.bound:g}: a gradient of norm {norm:.3g} gets the weight "
             f"{weight:.3g}, and the term {abs(weight) * norm:.3g}; such weights are cut to bound/norm, so that what is "
             "trained is not that formula: write the largest value of weight · norm as its bound",
-            stacklevel=2,
+            stacklevel=5,
         )
 
 

@@ -8,7 +8,6 @@ steps_of and spent_before, one part each.
 from __future__ import annotations
 
 import inspect
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -240,7 +239,7 @@ def spent_before(folder: str | None) -> Ledger | None:
     place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
     if not place.is_file():
         raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
-    ledger, stated = Ledger(place), place.parent / STATEMENT
-    if stated.is_file():  # of a finished run
-        refuse_other_releases(place.parent, json.loads(stated.read_text()), ledger)
+    ledger = Ledger(place)
+    if (place.parent / STATEMENT).is_file():  # of a finished run
+        refuse_other_releases(place.parent, ledger)
     return ledger

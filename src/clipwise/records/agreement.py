@@ -1,7 +1,8 @@
 """Whether two ways to compute the same gradients agree, as far as rounding lets them.
 
 Receives: per-sample gradients, computed in two ways.
-Gives: agree, or an error; tolerances, limits and most_apart, how far apart they may come out; moved_weights, in_half.
+Gives: agree, or an error; tolerances, limits and most_apart, how far apart they may come out; moved_weights, joint and
+in_half.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The same per-sample gradients through compiled graphs of one fixed size.
 
-Receives: a model, a loss, and batches of at most ``rows`` samples, which are padded to that size.
+Receives: a model, a loss, and batches of at most ``rows`` samples, which are padded to that size; larger ones are
+computed without a graph.
 Gives: SampleGradients whose norms and weighted sums come from two graphs: forward, backward and norms in the first, the
 weighted sum in the second. Between them a method weighs norms as it likes. Where it takes gradients is part of the
 first graph if it is the same at every step (``of``): all of its passes, and what it makes of them.
@@ -15,6 +16,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,7 @@ from clipwise.records.kernels import ZeroRows, zero_rows
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, full_precision, summed, widened
 from clipwise.records.lean import lean
+from clipwise.records.states import HOOKS
 from clipwise.records.tf32 import allowed
 from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Gradient, InputError, Refused
@@ -45,6 +48,8 @@ INDUCTOR = {
 }
 ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
+_PLAIN = (bool, int, float, str)
+_VALUES = (*_PLAIN, OrderedDict)  # of constants those that are compared by value, as hooks are, and not by identity
 _Constant = tuple[Mapping[str, Any], str, Any]  # where it is kept, its name, and what it was
 
 
@@ -99,7 +104,7 @@ class CompiledCapture:
         self._capture = Capture(self.model, self.loss)
 
     def __call__(self, batch: Batch) -> SampleGradients:
-        """The per-sample gradients of a batch of at most ``rows`` samples."""
+        """The per-sample gradients of a batch; one of more than ``rows`` samples is computed eagerly."""
         return self.of(self._capture, None, batch)
 
     def of(
@@ -111,9 +116,7 @@ class CompiledCapture:
         it was the first time. The ``key`` says which run it is, ``each`` how many rows of the model a sample is.
         """
         samples, rows = batch_size(batch), max(1, self.rows // each)
-        if samples > rows:
-            raise InputError(f"expected at most {rows} rows, got {samples}")
-        if samples == 0:
+        if not 0 < samples <= rows:  # a unit of several samples may be larger than a chunk, and chance says how large
             return run(batch, *beside)
         arguments = mapped(batch, lambda t: _padded(t, rows) if t.dim() else t), *beside
         place = (
@@ -132,19 +135,25 @@ class CompiledCapture:
         """Refuse a model of which something is another than when it was compiled: its graphs keep that as it was."""
         for own, name, value in self._kept:
             now = own.get(name)
-            if now is not value and (isinstance(value, Tensor) or now != value):
+            if now is not value and (type(now) is not type(value) or type(value) not in _VALUES or now != value):
                 raise InputError(
                     f"{name} of the model is another than when its step was compiled, which keeps it as it was: write "
-                    f"a new value into a buffer, {name}.copy_(…), make a new run with spent=private.ledger, or leave "
-                    "compile=True out"
+                    f"new values into a parameter or a buffer, {name}.data.copy_(…), make a new run with "
+                    "spent=private.ledger, or leave compile=True out"
                 )
 
     def _constants(self) -> Iterator[_Constant]:
-        """The model's buffers and plain numbers, which a graph takes for constants; a mode has graphs of its own."""
+        """What a graph takes for constants; a mode has graphs of its own.
+
+        Which modules, parameters, buffers and hooks there are, plain numbers, and functions, such as an activation or a
+        ``forward`` in the place of the class's.
+        """
         for own in map(vars, self._modules):
-            yield from ((own["_buffers"], name, value) for name, value in own["_buffers"].items())
-            for name, value in own.items():
-                if type(value) in (bool, int, float, str) and name != "training":
+            yield from ((own, kind, own[kind].copy()) for kind in HOOKS)
+            for kind in (own["_modules"], own["_parameters"], own["_buffers"]):
+                yield from ((kind, name, value) for name, value in kind.items())
+            for name, value in {"forward": None, **own}.items():
+                if name != "training" and (type(value) in _PLAIN or callable(value) or name == "forward"):
                     yield own, name, value
 
 

@@ -33,7 +33,7 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
         # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
-        found += module, own.get("forward"), *[v for v in own.values() if v is True or v is False]
+        found += module, type(module), own.get("forward"), *[v for v in own.values() if v is True or v is False]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)

@@ -205,7 +205,7 @@ def _read(place: Path) -> Recorded:
             f"the ledger in {place} holds {ledger.releases} releases, expected the {statement['releases']} of the "
             f"statement: restore the run's {LEDGER}"
         )
-    refuse_other_releases(place, statement, ledger)
+    refuse_other_releases(place, ledger)
     if (cost := ledger.epsilon(statement["delta"], statement["accountant"])) > (1 + SLACK) * statement["epsilon"]:
         raise InputError(
             f"the releases in the ledger of {place} cost ε = {rounded_up(cost)}, and its statement says "
@@ -214,9 +214,13 @@ def _read(place: Path) -> Recorded:
     return found
 
 
-def refuse_other_releases(place: Path, statement: Values, ledger: Ledger) -> None:
-    """Refuse a ledger that lacks releases of which the run's statement speaks, such as that of another run."""
-    if lost := stated_kinds(statement) - counts(listed(ledger.entries)):
+def refuse_other_releases(place: Path, ledger: Ledger) -> None:
+    """Refuse a ledger that lacks releases of which the statement in this folder speaks, such as that of another run."""
+    try:
+        named = stated_kinds(json.loads((place / STATEMENT).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{place / STATEMENT} is not as clipwise writes it ({error}): restore it") from error
+    if lost := named - counts(listed(ledger.entries)):
         raise InputError(
             f"the ledger in {place} lacks {lost.total()} releases that the statement names, such as {next(iter(lost))}:"
             f" restore the run's {LEDGER}"
