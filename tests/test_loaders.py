@@ -121,6 +121,11 @@ def test_the_scale_of_pictures_is_by_constants_and_not_by_the_data(tmp_path: Pat
     x = every(load(f"npz:{tmp_path}/set.npz?scale=centred&train=4").train)[0]
     assert float(x.min()) < -0.9
     refused(f"npz:{tmp_path}/set.npz?scale=published", "unknown scale in")
+    refused(f"mnist:{tmp_path}?scale=imagenet", "unknown scale in")  # it has one channel
+    written(tmp_path / "colour", cifar10_files("bin"))
+    plain, scaled = (every(load(f"cifar10:{tmp_path}/colour{how}").train)[0] for how in ("", "?scale=imagenet"))
+    means, deviations = (torch.tensor(of).view(3, 1, 1) for of in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    assert torch.allclose(scaled, (plain - means) / deviations, atol=1e-6)
 
 
 @pytest.mark.parametrize(
