@@ -314,6 +314,7 @@ class Categories(nn.Module):
 
 @pytest.mark.parametrize("loss", [softmax_below(torch.max), cw.cross_entropy])
 def test_categories_among_fractions_stay_and_the_fractions_are_made_large(loss: Any) -> None:
+    torch.manual_seed(0)  # with other weights it may be refused as well, for what is not a number
     x = torch.cat([torch.zeros(4, 1), X[:4, 1:]], 1)
     with pytest.raises(Refused, match="very large values") if loss is not cw.cross_entropy else nullcontext():
         refuse_extremes(Categories(), loss, (x, Y[:4]))
