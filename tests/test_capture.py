@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cases import CASES, SAMPLES, Raw, each, integers, loss, normal, off
 from clipwise.records import Capture, batch_size, oracle, per_sample, trainable
 from clipwise.records import compiled as compiled_module
+from clipwise.records import replay as replay_module
 from clipwise.types import InputError, Refused
 
 VARIED = [
@@ -325,7 +326,7 @@ def test_autocast_around_a_whole_step_is_not_for_norms_and_sums(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
-    monkeypatch.setattr(compiled_module, "ROUNDS_FIRST", "2")  # nothing is compiled
+    monkeypatch.setattr(replay_module, "ROUNDS_FIRST", "2")  # nothing is compiled
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
     names, batch = tuple(trainable(model)), torch.randn(SAMPLES, 5, 40)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cases import integers, normal, off
 from clipwise.records import SampleGradients, oracle, per_sample, traced, trainable
-from clipwise.records.compiled import ROUNDS_FIRST, _ready
+from clipwise.records.replay import ROUNDS_FIRST, ready
 from clipwise.types import Gradient, InputError
 
 Batch = tuple[Tensor, Tensor]
@@ -192,7 +192,7 @@ def test_a_graph_s_norms_are_of_numbers_as_they_are_rounded(dtype: torch.dtype) 
     graph = make_fx(function, tracing_mode="fake")(*example)
     if torch.__version__ < ROUNDS_FIRST:
         with pytest.raises(InputError, match="leave compile out"):
-            _ready(graph, example, {})
+            ready(graph, example, {})
         return
-    rounded, squares = _ready(graph, example, {})(*example)
+    rounded, squares = ready(graph, example, {})(*example)
     torch.testing.assert_close(squares, rounded.float().square().sum(1), rtol=2e-6, atol=0)

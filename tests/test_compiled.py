@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import clipwise
 from clipwise.engine import ChunkEngine
 from clipwise.methods import (
+    WEIGHTS,
     Steady,
     adaptive,
     bam,
@@ -25,9 +27,10 @@ from clipwise.methods import (
     parse,
     self_augmentation,
 )
-from clipwise.records import Capture, kinds, per_sample, traced, trainable
+from clipwise.records import Capture, kinds, per_sample, traced, trainable, weighing
 from clipwise.records import compiled as compiled_module
 from clipwise.records import lean as lean_module
+from clipwise.records import replay as replay_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.layers import products
 from clipwise.records.tf32 import halves
@@ -121,7 +124,7 @@ def test_it_follows_parameters_whose_memory_is_another(captures: Any) -> None:
 
 
 def test_a_graph_that_disagrees_with_the_eager_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = compiled_module._ready
+    real = compiled_module.ready
 
     def wrong(*given: Any, **named: Any) -> Any:
         run = real(*given, **named)
@@ -129,7 +132,7 @@ def test_a_graph_that_disagrees_with_the_eager_pass_is_refused(monkeypatch: pyte
             run(*arguments)
         )
 
-    monkeypatch.setattr(compiled_module, "_ready", wrong)
+    monkeypatch.setattr(compiled_module, "ready", wrong)
     net = model()
     with pytest.raises(Refused, match="compile=False"):
         CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})(batch(ROWS))
@@ -265,10 +268,10 @@ def test_a_graph_that_names_strides_stays_as_it_was_traced() -> None:
 
 
 def test_norms_that_are_not_those_of_what_is_summed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = compiled_module._ready
+    real = compiled_module.ready
     # within what fusing may change beside the eager pass, but of other numbers than the records
     wrong = lambda *given, **named: _wrapped(real(*given, **named), 1.01)
-    monkeypatch.setattr(compiled_module, "_ready", wrong)
+    monkeypatch.setattr(compiled_module, "ready", wrong)
     net = model()
     with pytest.raises(Refused, match="norms and records"):
         CompiledCapture(net, loss, ROWS, [tuple(trainable(net))], {"backend": "aot_eager"})(batch(ROWS))
@@ -279,17 +282,50 @@ def test_a_recording_of_weights_that_goes_wrong_is_not_used_and_leaves_the_step_
     monkeypatch: pytest.MonkeyPatch, written: float | None
 ) -> None:
     norms = torch.tensor([[1.0], [2.0], [4.0]])
-    weights = compiled_module._Weights(norms, None, None)
+    weights = weighing.Weights(norms, None, None, {"backend": "eager"})
     found = weights(norms, 3, Rule(flat(1.0).blocks(("w",)))).weights.clone()
 
     def replay(*_: Any) -> Any:  # an empty recording, or one of other numbers
         return lambda _: None if written is None else weights.every.fill_(written)
 
-    monkeypatch.setattr(compiled_module, "_Replay", replay)
+    monkeypatch.setattr(weighing, "Replay", replay)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
     assert weights._record(Rule(flat(1.0).blocks(("w",))), norms) is None
     assert torch.equal(weights.every, found) and bool((found > 0).all())
+
+
+@pytest.mark.parametrize("name", [factory.__name__ for factory in WEIGHTS])
+def test_a_rule_is_compiled_to_the_same_weights(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, made = weighing.compiled, list[Any]()
+    monkeypatch.setattr(weighing, "compiled", lambda *given: made.append(real(*given)) or made[-1])
+    blocks = parse(name).blocks(("one.weight", "two.weight"))
+    norms, real_rows = torch.rand(40, len(blocks)), torch.arange(40) < 33
+    norms[3], norms[5, 0] = 0.0, math.inf
+    rule = Rule(tuple(blocks), 40)
+    fast = weighing.fused(rule, norms, real_rows, {})
+    assert made == [fast]  # compiled, and held against the rule
+    weights, finite, lost = fast(norms, real_rows)
+    expected, which = rule(norms, real_rows)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+    assert torch.equal(finite, which) and int(lost) == 1
+
+
+def test_a_rule_that_a_compiler_gets_wrong_or_cannot_take_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, every = torch.rand(40, 1), torch.ones(40, dtype=torch.bool)
+    rule = Rule(flat(0.1).blocks(("w",)))
+    expected, _ = rule(norms, every)
+
+    def wrong(graph: Any, options: Any) -> Any:  # only for a norm of zero
+        return lambda n, r: (lambda w, *rest: (torch.where(n == 0, 1.0, w), *rest))(*graph(n, r))
+
+    monkeypatch.setattr(weighing, "compiled", wrong)
+    zero = torch.zeros(40, 1)
+    assert torch.equal(weighing.fused(rule, norms, every, {})(zero, every)[0], rule(zero, every)[0])
+    monkeypatch.undo()
+    asking = lambda norms, real: (norms * (2 if float(norms.sum()) > 0 else 1), norms.isfinite().all(1))
+    assert torch.equal(weighing.fused(asking, norms, every, {})(norms, every)[0], 2 * norms)
+    assert torch.equal(weighing.fused(rule, norms, every, {"backend": "eager"})(norms, every)[0], expected)
 
 
 def _wrapped(run: Any, factor: float) -> Any:
@@ -371,7 +407,7 @@ def test_rows_are_rounded_and_padded_once_for_a_product_and_its_record(monkeypat
         monkeypatch.setattr(module, "by_kernel", takes)
     graphs: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda graph, **options: graphs.append(graph) or graph)
-    monkeypatch.setattr(compiled_module, "ROUNDS_FIRST", "2")  # nothing is compiled
+    monkeypatch.setattr(replay_module, "ROUNDS_FIRST", "2")  # nothing is compiled
     torch.manual_seed(0)
     net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 13))
     names = tuple(trainable(net))

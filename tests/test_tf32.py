@@ -14,7 +14,7 @@ import clipwise as cw
 from clipwise.records import Capture, SampleGradients, kinds, oracle, planner, trainable
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
-from clipwise.records.tf32 import allowed, forbidden, halves, rounds
+from clipwise.records.tf32 import allowed, forbidden, halves, halves_by_position, rounds
 
 SAMPLES = 4
 WEIGHTS = torch.tensor([1.0, -2.0, 0.5, 0.0])
@@ -64,6 +64,20 @@ def test_numbers_keep_eleven_bits_whatever_their_size(size: float) -> None:
     # what is lost of a number: its twelfth bit, or all below 2⁻³⁸ of the largest; below 10⁻³⁸ float32 has none to lose
     room = 2.0**-11 * t.double().abs() + 2.0**-38 * t.double().abs().amax(1, keepdim=True) + 2.0**-124
     assert ((back - t.double()).abs() <= room).all()
+
+
+def test_each_position_keeps_its_eleven_bits_beside_others_of_any_size() -> None:
+    torch.manual_seed(0)
+    sizes = 10.0 ** torch.tensor([[-12.0, 0.0, 12.0, -30.0], [0.0, 0.0, 0.0, 0.0], [3.0, -3.0, 9.0, -40.0]])
+    a, b = (torch.randn(3, 1, 4, 5) * s[:, None, :, None] for s in (sizes, 1 / sizes.clamp(min=1e-30)))
+    b[2] = 0
+    one, other, scale = halves_by_position(a, b)
+    assert one.dtype == other.dtype == torch.float16 and bool(one.isfinite().all() and other.isfinite().all())
+    assert (torch.frexp(scale).mantissa == 0.5).all() and not other[2].any()
+    found = one.double()[..., None] * other.double()[..., None, :] * scale.double()[:, None, None, None, None]
+    exact = a.double()[..., None] * b.double()[..., None, :]  # [sample, block, position, p, q]
+    most = exact.abs().amax((1, 2, 3, 4), keepdim=True)
+    assert ((found - exact).abs() <= 2.0**-10 * exact.abs() + 2.0**-35 * most).all()
 
 
 def test_what_is_zero_stays_zero_and_what_is_not_finite_is_seen(tf32: None) -> None:

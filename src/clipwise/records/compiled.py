@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,28 +24,22 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced_call, trainable
-from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed, soon
-from clipwise.records.kernels import ZeroRows, zero_rows
+from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed
+from clipwise.records.kernels import zero_rows
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Record, full_precision, summed, widened
 from clipwise.records.lean import lean
+from clipwise.records.replay import Replay, ready
 from clipwise.records.states import HOOKS
 from clipwise.records.tf32 import allowed
 from clipwise.records.trees import mapped, tensors
+from clipwise.records.weighing import Weights
 from clipwise.types import Batch, Gradient, InputError, Refused
 
 AGREE = 5e-2  # what fusing may change where a model computes in bfloat16, since it rounds in fewer places
 ONE = 5 * AGREE  # and of one sample in a hundred: among thousands some are much shorter than others
 SAME = 2e-3  # of norms, where they and the records are of the same numbers
 SAME_NARROW = 1e-2  # where records are in half precision
-INDUCTOR = {
-    "comprehensive_padding": False,  # padded rows that are also outputs gave wrong numbers, or none (torch 2.11)
-    # else a norm may be taken of numbers before they are rounded to half precision, and the sum of them afterwards
-    "emulate_precision_casts": True,
-    # such casts count as work: with the usual 30, every normalised input would be written in float32 to be read once
-    "realize_opcount_threshold": 100,
-}
-ROUNDS_FIRST = "2.13"  # the first torch known to keep emulate_precision_casts on a processor; 2.11 does not
 Records = Mapping[str, tuple[Record, ...]]
 _PLAIN = (bool, int, float, str)
 _VALUES = (*_PLAIN, OrderedDict)  # of constants those that are compared by value, as hooks are, and not by identity
@@ -198,7 +191,7 @@ class _Graphs:
         if "backend" not in options:  # only torch's own compiler takes normalisations apart
             with full_precision(expected):  # traced again, with the casts that it has
                 graph = lean(graph, values, *own)
-        forward = _ready(graph, (values, *own), options)
+        forward = ready(graph, (values, *own), options)
         norms, _, flat = forward(values, *arguments)
 
         def second(flat: list[Tensor], weights: Tensor) -> Gradient:
@@ -208,9 +201,9 @@ class _Graphs:
 
         pool = getattr(forward, "pool", None)
         beside = (*model.parameters(), *model.buffers(), *_graph_tensors(graph), *tensors(own[1:]))
-        self._weights = _Weights(norms, pool, zero_rows(flat, self.rows, beside))
+        self._weights = Weights(norms, pool, zero_rows(flat, self.rows, beside), options)
         inputs = flat, self._weights.every
-        self._forward, self._sum = forward, _ready(graph_of(second, *inputs), inputs, options, pool)
+        self._forward, self._sum = forward, ready(graph_of(second, *inputs), inputs, options, pool)
         try:
             self._check(expected, arguments)
         except Refused:
@@ -250,7 +243,7 @@ class _Graphs:
 
     def _values(self) -> Mapping[str, Tensor]:
         """The parameters as the first graph takes them: compiled, without gradients; recorded, in any way."""
-        if isinstance(self._forward, _Replay):
+        if isinstance(self._forward, Replay):
             return self.parameters
         return {name: p.detach() for name, p in self.parameters.items()}
 
@@ -262,7 +255,7 @@ class _Graphs:
         def add_up(weights: Tensor) -> Gradient:
             every = self._weights.padded(weights)
             # recorded, it reads what the first graph wrote: nothing to look for
-            return self._sum.again() if isinstance(self._sum, _Replay) else self._sum(flat, every)
+            return self._sum.again() if isinstance(self._sum, Replay) else self._sum(flat, every)
 
         build = self._build
         return GraphGradients(
@@ -277,80 +270,6 @@ class _Graphs:
             weigh=functools.partial(self._weights, norms, samples),
             add_up=add_up,
         )
-
-
-class _Weights:
-    """The weights between the two graphs: for all rows of a chunk, zero for those that only fill it.
-
-    A method weighs norms as it likes, in some thirty small steps. On CUDA they are recorded when the same rule comes a
-    second time, and one that changes from step to step, or that cannot be recorded, runs as it is. Rows that are not
-    finite are then set to zero where they lie (``clean``), so that the host need not know of them.
-    """
-
-    def __init__(self, norms: Tensor, pool: Any, clean: ZeroRows | None) -> None:
-        self.every = torch.zeros_like(norms)  # [row, group], where the second graph reads them
-        self._real = torch.zeros(len(norms), dtype=torch.bool, device=norms.device)
-        self._places = torch.arange(len(norms), device=norms.device)
-        self._lost = torch.zeros((), dtype=torch.long, device=norms.device)
-        self._pool, self._clean, self._samples = pool, clean, 0
-        self._rule: FromNorms | None = None  # the last one
-        self._times = 0  # in a row
-        self._recorded: _Replay | None = None  # of it
-
-    def __call__(self, norms: Tensor, samples: int, rule: FromNorms) -> Weighed:
-        """The rule's weights of the first ``samples`` rows, and how many of them are not finite."""
-        if samples != self._samples:
-            torch.lt(self._places, samples, out=self._real)
-            self._samples = samples
-        if rule != self._rule:
-            self._rule, self._times, self._recorded = rule, 0, None
-        self._times += 1
-        if self._recorded is not None:
-            self._recorded(norms)
-        else:
-            self._by(rule, norms)
-            if self._times == 2 and norms.is_cuda:
-                self._recorded = self._record(rule, norms)
-        lost = functools.partial(int, self._lost.clone())  # a copy, which the next chunk leaves alone
-        whole = None if self._clean is not None else soon(norms.isfinite().all())  # rows that only fill it, too
-        return Weighed(norms[:samples], self.every[:samples], lost, lambda: whole is None or bool(whole()))
-
-    def forget(self) -> None:
-        """Set all records to zero, where that can be done."""
-        if self._clean is not None:
-            self._clean(torch.zeros_like(self._real))
-
-    def padded(self, weights: Tensor) -> Tensor:
-        """Any weights [sample, group] in the place of the last ones."""
-        if weights.data_ptr() != self.every.data_ptr():
-            self.every.zero_()
-            self.every[: len(weights)] = weights
-        return self.every
-
-    def _by(self, rule: FromNorms, norms: Tensor) -> None:
-        weights, finite = rule(norms, self._real)
-        self.every.copy_(weights)
-        torch.sum(self._real & ~finite, 0, out=self._lost)
-        if self._clean is not None:
-            self._clean(finite)
-
-    def _record(self, rule: FromNorms, norms: Tensor) -> _Replay | None:
-        before, eager = torch.cuda.get_sync_debug_mode(), self.every.clone()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # not every wait is found: for this a first try is good enough
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            self._by(rule, norms)
-        except RuntimeError:  # it asks for a value, for which no recording can wait; to try would spoil later ones
-            return None
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        recorded = _Replay(lambda norms: self._by(rule, norms), (norms,), self._pool)
-        self.every.fill_(torch.nan)  # what a replay does not write is seen
-        recorded(norms)
-        same = torch.equal(self.every, eager)
-        self.every.copy_(eager)  # this step's weights, whatever the recording wrote
-        return recorded if same else None
 
 
 class _Later(Mapping[str, tuple[Record, ...]]):
@@ -420,70 +339,3 @@ def _flattened(records: Records) -> tuple[list[Tensor], Callable[[Sequence[Tenso
         }
 
     return flat, build
-
-
-def _ready(graph: Callable[..., Any], example: tuple[Any, ...], options: dict[str, Any], pool: Any = None) -> Any:
-    """The graph compiled; on CUDA also captured, with the example's tensors as its fixed inputs."""
-    with torch.no_grad():
-        if "backend" not in options:
-            _refuse_early_norms(graph)
-            options = {**options, "options": {**options.get("options", {}), **INDUCTOR}}
-        eager = options == {"backend": "eager"}  # nothing to compile: the graph as it was traced, for its CUDA graph
-        compiled = graph if eager else torch.compile(graph, fullgraph=True, dynamic=False, **options)
-        run = _quietly(compiled)
-        run(*example)
-        if any(t.is_cuda for t in tensors(example)):
-            return _Replay(run, example, pool)
-        return run
-
-
-def _refuse_early_norms(graph: Any) -> None:
-    """Refuse a compiler that takes norms of numbers before they are rounded."""
-    values = (node.meta.get("val") for node in getattr(getattr(graph, "graph", None), "nodes", ()))
-    half = any(isinstance(t, Tensor) and t.dtype in HALF and not t.is_cuda for t in values)
-    if half and torch.__version__ < ROUNDS_FIRST:
-        raise InputError(
-            f"compile=True in half precision on a processor needs torch {ROUNDS_FIRST}, got {torch.__version__}, whose "
-            "compiler takes norms of numbers before they are rounded: leave compile out"
-        )
-
-
-def _quietly(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        # the graph holds its own backward pass, and the casts that it was traced with
-        with torch.no_grad(), full_precision(next(tensors(arguments))):
-            return function(*arguments)
-
-    return run
-
-
-class _Replay:
-    """A CUDA graph of a function; inputs are copied into the tensors that it was captured with."""
-
-    def __init__(self, function: Callable[..., Any], inputs: tuple[Any, ...], pool: Any) -> None:
-        self.inputs = [(t, t.data_ptr()) for t in tensors(inputs)]
-        with torch.cuda.device(self.inputs[0][0].device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    function(*inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool):
-                self.outputs = function(*inputs)
-        self.pool = self.graph.pool()
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Its results for these arguments: overwritten by the next call."""
-        pairs = zip(self.inputs, tensors(arguments), strict=True)
-        moved = [(mine, given.detach()) for (mine, place), given in pairs if given.data_ptr() != place]
-        if moved:
-            # many at once: past iterates have as many as there are parameters
-            torch._foreach_copy_([mine for mine, _ in moved], [given for _, given in moved])
-        return self.again()
-
-    def again(self) -> Any:
-        """Its results for what its inputs hold."""
-        self.graph.replay()
-        return self.outputs

@@ -1,8 +1,8 @@
 """Where a GPU may round the factors of a product to TF32: rounded once, to float16, for the norm and for the sum alike.
 
 Receives: the two factors of per-sample gradients, float32 on CUDA.
-Gives: rounds: whether the library may round them; halves: both in float16, with TF32's 11 bits, and a scale per sample;
-allowed, forbidden, full_on_cpu, without_cudnn and without_cudnn_if_recurrent: PyTorch's settings.
+Gives: rounds: whether the library may round them; halves and halves_by_position: both in float16, with TF32's 11 bits,
+and a scale per sample; allowed, forbidden, full_on_cpu, without_cudnn, without_cudnn_if_recurrent: PyTorch's settings.
 
 Left to the library, the factors of the sum, w_i b_i, are rounded otherwise than those of the norm, and where positions
 cancel what is summed can be longer than what was measured. Rounded once, they are the same numbers in both; float16 is
@@ -109,17 +109,31 @@ def _settings(convolution: bool) -> Any:
 
 
 def halves(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both in float16, and the power of two [sample] by which their product is to be multiplied."""
-    (one, first), (other, second) = _halve(one), _halve(other)
-    return one, other, (first * second).clamp(max=LARGEST)
+    """Both in float16, and the power of two [sample] by which their product is to be multiplied.
 
-
-def _halve(t: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample's largest number is brought near float16's largest by a power of two, which is exact.
-
-    What is 2²⁸ times smaller loses bits. What is not finite stays so, and is told from its norm.
+    A sample's largest number is brought near float16's largest by a power of two, which is exact. What is 2²⁸ times
+    smaller loses bits. What is not finite stays so, and is told from its norm.
     """
-    most = torch.linalg.vector_norm(t, math.inf, dim=tuple(range(1, t.dim())))
-    power = (most.view(torch.int32) & EXPONENT).view(torch.float32)  # 2^⌊log₂ most⌋
-    power = torch.where(power.isfinite(), power, 1.0).clamp(min=LEAST)
-    return (t * (HIGHEST / power).reshape(-1, *(1,) * (t.dim() - 1))).half(), power / HIGHEST
+    (one, first), (other, second) = ((t, _power(t, *range(1, t.dim()))) for t in (one, other))
+    scale = (first / HIGHEST).flatten() * (second / HIGHEST).flatten()
+    return (one * (HIGHEST / first)).half(), (other * (HIGHEST / second)).half(), scale.clamp(max=LARGEST)
+
+
+def halves_by_position(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the factors of Σ_s b_s a_sᵀ, [sample, block, position, feature].
+
+    Each position of a is scaled by itself, and its b by the inverse of that before all of b is: no product changes. So
+    whatever makes a can also round it, and nothing reads a sample twice to find its largest number first.
+    """
+    own = _power(a, 3)  # [sample, block, position, 1]
+    most = torch.linalg.vector_norm(b, math.inf, dim=3, keepdim=True) * own
+    power = _power(most, 1, 2, 3)
+    other = b * own * (HIGHEST / power)  # in this order: only what is too large for its norm overflows
+    return (a * (HIGHEST / own)).half(), other.half(), power.flatten() / HIGHEST**2
+
+
+def _power(t: Tensor, *dims: int) -> Tensor:
+    """2^⌊log₂ of the largest number along these dimensions⌋, which are kept; 1 where that is not finite."""
+    most = torch.linalg.vector_norm(t, math.inf, dim=dims, keepdim=True)
+    power = (most.view(torch.int32) & EXPONENT).view(torch.float32)
+    return torch.where(power.isfinite(), power, 1.0).clamp(min=LEAST)

@@ -29,7 +29,7 @@ from clipwise.records.kernels.tiles import milliseconds
 from clipwise.records.kinds.dense import streamed_sq_norm
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.record import masked, raised, shaped, units, wide, written_format
-from clipwise.records.tf32 import halves, rounds
+from clipwise.records.tf32 import halves_by_position, rounds
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Outer:
 
     def halved(self) -> Halved:
         """The same from rounded factors."""
-        one, other, scale = halves(self.a, self.b)
+        one, other, scale = halves_by_position(self.a, self.b)
         ready = Outer(one, other, self.shape, self.spare).padded()
         return Halved(ready.a, ready.b, scale, functools.partial(Outer, shape=self.shape, spare=ready.spare))
 
