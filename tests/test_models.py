@@ -173,6 +173,17 @@ def test_per_sample_gradients_are_those_of_the_oracle_without_a_fallback(name: s
     assert fast.fallbacks == fast.unused == ()
 
 
+@pytest.mark.parametrize("name", [name for name in SHALLOW if len(shape_of(name)) == 3])
+def test_gradients_are_the_same_with_channels_last_in_memory(name: str) -> None:
+    model, inputs = doubled(name, 3)
+    batch = (inputs, torch.arange(3))
+    weights = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    expected = cw.per_sample(model, cw.cross_entropy, batch).weighted_sum(weights)
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    found = cw.per_sample(model, cw.cross_entropy, batch).weighted_sum(weights)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name in SHALLOW if MODELS[name].parameters < 200_000])
 def test_the_self_test_at_start_up_passes(name: str) -> None:
     self_test(made(name), cw.cross_entropy, (samples(name, 3), torch.arange(3)))

@@ -153,7 +153,10 @@ def network(config: TrainConfig, splits: Splits) -> Network:
                 "as they are",
                 stacklevel=2,
             )
-    return Network(model.to(_device(config.device)), public, splits)
+    model = model.to(device := _device(config.device))
+    if config.compile and device.type == "cuda":  # as convolutions' kernels read weights: a compiler then moves nothing
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Network(model, public, splits)
 
 
 def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]:
