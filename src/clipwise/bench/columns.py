@@ -83,7 +83,8 @@ def _compiled(case: Case, *, graph: bool, channels_last: bool) -> Step:
 def _laid_out(case: Case, last: bool) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     model, (inputs, labels) = case.model(), case.data()
     if last:
-        model, inputs = model.to(memory_format=torch.channels_last), inputs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        inputs = inputs.to(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
     return model, (inputs, labels)
 
 
@@ -118,7 +119,7 @@ def clipwise_step(case: Case, *, compiled: bool = False, noise: bool = True) -> 
     from clipwise.step import private_sum
     from clipwise.types import PoissonGaussian
 
-    model, batch = _laid_out(case, compiled and not case.vocabulary and len(case.shape) == 3 and case.shape[0] > 1)
+    model, batch = _laid_out(case, compiled and case.shape[0] > 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     parameters, method, stream = trainable(model), flat(case.clip_norm), SeededStream(0)
     groups = [block.names for block in method.blocks(tuple(parameters))]
@@ -179,7 +180,7 @@ def look_step(case: Case, *, methods: Sequence[str]) -> Step:
 def _private(case: Case, method: str) -> Private:
     from clipwise.start import make_private
 
-    model, data = case.model(), case.data()
+    model, data = _laid_out(case, case.compile)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     return make_private(
         model,
