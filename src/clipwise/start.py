@@ -6,7 +6,6 @@ Gives: ``make_private``, which gives Private; whatever is wrong is said before a
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from numbers import Integral
@@ -40,6 +39,7 @@ from clipwise.randomness import SecureStream, SeededStream, Stream
 from clipwise.records import Loss
 from clipwise.records.chance import kept, seeded
 from clipwise.refusals import check_model, try_loss
+from clipwise.sampling import largest_batch
 from clipwise.step import check_weights
 from clipwise.trained import trained_elsewhere
 from clipwise.types import (
@@ -294,7 +294,7 @@ def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int
         raise InputError(f"chunk must be a whole number or 'auto', got {chunk!r}")
     if compile and chunk == "auto":
         raise InputError("expected chunk as a number with compile=True, since its graphs are of one size, got 'auto'")
-    return min(rows, math.ceil(batch + 4 * math.sqrt(batch))) if compile else CHUNK
+    return min(rows, largest_batch(batch)) if compile else CHUNK
 
 
 def _seed(noise: str | int) -> int:
