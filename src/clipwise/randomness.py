@@ -1,7 +1,8 @@
 """Random numbers: secure ones for private runs, seeded ones for tests.
 
 Receives: a shape or a count; for the seeded stream also a seed and a step.
-Gives: standard normals and uniforms, float64 on the CPU; noise added to tensors, on CUDA where they lie.
+Gives: Stream: standard normals and uniforms, float64 on the CPU; noise added to tensors, on CUDA where they lie;
+stream_of, the one that a caller asks for.
 
 Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ only in where the key comes from.
 """
@@ -14,6 +15,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise import gpu_noise
-from clipwise.types import whole
+from clipwise.types import InputError, whole
 
 _BLOCK = 1 << 17  # numbers per key: passes stay in the cache, and are long enough for PyTorch's threads
 _ZEROS = memoryview(bytes(16 * _BLOCK))
@@ -220,3 +222,12 @@ class SeededStream(Stream):
     def at(self, step: int) -> SeededStream:
         """The stream of that step, from its beginning: a resumed run repeats it."""
         return SeededStream(self._seed, whole("step", step, least=0))
+
+
+def stream_of(noise: str | int) -> Stream:
+    """What ``noise`` asks for: "secure", or a seed, which is for tests."""
+    if noise == "secure":
+        return SecureStream()
+    if isinstance(noise, bool) or not isinstance(noise, Integral):
+        raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
+    return SeededStream(int(noise))

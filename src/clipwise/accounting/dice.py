@@ -75,9 +75,8 @@ class DicePlan:
             raise Refused(
                 f"there is no privacy proof for such a feedback, got {method}: write what clipwise.dice accepts"
             )
-        groups = feedback.blocks if feedback.memory in ("blocks", "bounded") else 1
         rate = expected_batch / samples
-        return cls(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, groups)
+        return cls(feedback.memory, method.bound, expected_batch * feedback.clip_norm, rate, feedback.groups)
 
     @property
     def sensitivity(self) -> float:

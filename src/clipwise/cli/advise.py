@@ -33,7 +33,7 @@ from clipwise.config import AdviseConfig, TrainConfig
 from clipwise.data import Arrays, Splits
 from clipwise.noise import release
 from clipwise.plain import as_json
-from clipwise.randomness import SecureStream, SeededStream
+from clipwise.randomness import stream_of
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.records.trees import on_device
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
@@ -168,8 +168,7 @@ def _from_norms(
     event = Gaussian(sigma, WHAT)
     model = network(plan, splits).model  # its weights are drawn from a seed: they know nothing of the data
     secret = histogram(model, loss_of(splits), splits.train, plan.chunk or 256)
-    stream = SecureStream() if config.noise_seed is None else SeededStream(config.noise_seed)
-    released = release(secret, event, stream)
+    released = release(secret, event, stream_of("secure" if config.noise_seed is None else config.noise_seed))
     folder.mkdir(parents=True, exist_ok=True)
     with Ledger(folder / LEDGER) as ledger:
         ledger.extend(before)  # so that --spent need name this folder only
