@@ -29,7 +29,7 @@ from scipy.special import log_ndtr
 import clipwise.types
 from clipwise.accounting import Ledger, as_dp_event, calibrate, epsilon, events, selection
 from clipwise.accounting.events import DISCRETISATION, discretisation, spent
-from clipwise.accounting.ledger import KINDS
+from clipwise.accounting.ledger import KINDS, totals
 from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused
 
 CIFAR = {"delta": 1e-5, "sampling_rate": 0.04, "steps": 1500}
@@ -437,19 +437,6 @@ def test_different_releases_compose_as_dp_accounting_composes_them_in_any_order(
     assert costs[0] > max(spent([(A, 3)], 1e-5), spent([(B, 2)], 1e-5))
 
 
-def test_a_ledger_as_plain_values_says_what_was_released_and_how_it_is_counted():
-    ledger = Ledger()
-    ledger.record(A)
-    ledger.record(A)
-    assert ledger.as_dict() == {
-        "relation": "add or remove one sample",
-        "releases": 2,
-        "discretisation": 1e-4,
-        "entries": [{"event": "poisson_gaussian", "noise_multiplier": 2.0, "sampling_rate": 0.1, "count": 2}],
-        "totals": [{"event": "poisson_gaussian", "noise_multiplier": 2.0, "sampling_rate": 0.1, "count": 2}],
-    }
-
-
 BLOCK = [BlockGaussian(2.0, 0.5, begins) for begins in (True, False, False)]
 EVERY = [A, Gaussian(9.5, "moyenne des traits é"), MemoryGaussian(2.0, 0.1, 0.25), *BLOCK[:2]]
 
@@ -464,8 +451,8 @@ def test_totals_are_added_up_whatever_the_order():
     ledger = Ledger()
     for event in BLOCK * 3:
         ledger.record(event)
-    assert len(ledger.as_dict()["entries"]) == 6
-    assert [(row["begins"], row["count"]) for row in ledger.as_dict()["totals"]] == [(True, 3), (False, 6)]
+    assert len(ledger.entries) == 6
+    assert [(event.begins, count) for event, count in totals(ledger.entries).items()] == [(True, 3), (False, 6)]
 
 
 def test_whole_numbers_and_floats_are_one_event():
@@ -694,7 +681,9 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
     ledger, statement = stated(A, A)
     values = json.loads(json.dumps(statement.as_dict()))
     assert values["epsilon"] == ledger.epsilon(1e-5)
-    assert values["entries"] == ledger.as_dict()["totals"]
+    kind = {"event": "poisson_gaussian", "noise_multiplier": 2.0, "sampling_rate": 0.1, "count": 2}
+    assert values["entries"] == [kind] and values["releases"] == 2
+    assert (values["relation"], values["discretisation"]) == ("add or remove one sample", 1e-4)
     expected = {"relation", "sampling", "delta", "accountant", "discretisation", "generator", "refused", "excluded"}
     assert expected <= {name for name, value in values.items() if value}
     named = {"python", "clipwise", "torch", "numpy", "scipy", "dp-accounting", "cryptography"}

@@ -152,7 +152,7 @@ def test_without_clipping_the_loss_falls_monotonically() -> None:
     for method in (cw.flat(1e6), cw.global_(1e6), cw.layerwise(cw.flat(1e6))):
         model, batch = opposed()
         path = flow(model, halved, batch, method, rate=0.5, steps=250)
-        assert path.monotone and max(path.slopes) < 0
+        assert not path.rises and max(path.slopes) < 0
         assert path.losses[-1] < 1e-2 * path.losses[0]
 
 
@@ -221,7 +221,7 @@ def test_layerwise_clipping_may_be_negative_in_eigenvalues() -> None:
 def test_under_flat_clipping_the_loss_may_rise_before_it_falls_to_zero() -> None:
     model, batch = opposed()
     path = flow(model, halved, batch, cw.flat(1.0), rate=0.5, steps=400)
-    assert 0 in path.rises and path.slopes[0] > 0 and not path.monotone
+    assert 0 in path.rises and path.slopes[0] > 0
     assert path.losses[-1] < 1e-2 * path.losses[0]  # Theorem 1.4: where it converges, to zero
     assert path.not_private
 

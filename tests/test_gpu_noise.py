@@ -459,7 +459,7 @@ def test_a_release_sends_all_cuda_tensors_to_one_launch_and_the_rest_keeps_its_n
 def test_gradients_and_counts_on_cuda_keep_their_names_and_scales_and_draw_nothing_on_the_cpu(
     calls: list[tuple[float, bytes, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(randomness._ChaCha20, "_normals")
+    monkeypatch.delattr(randomness.Stream, "_normals")
     one, two, three = (torch.full((4,), i).as_subclass(OnCuda) for i in (1.0, 2.0, 3.0))
     parts = (
         Part({"a": one, "b": two}, 0.5, 0.25),

@@ -93,6 +93,19 @@ def test_layerwise_clips_each_layer_by_its_own_norm(base: str, weigh: naive.Weig
     assert cw.layerwise(METHODS[base](2.0)).sensitivity(tuple(BLOCKS)) == pytest.approx(2.0)
 
 
+def test_layerwise_rescales_a_method_of_the_user_s_own_once_its_factory_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def half(clip_norm: float) -> Method:
+        return Method("half", cw.flat().citation, {"clip_norm": clip_norm}, lambda n: clip_norm / (2 * n), clip_norm)
+
+    method = cw.layerwise(half(2.0))
+    with pytest.raises(InputError, match=r"write clipwise\.METHODS\['half'\] = its factory, or a method for"):
+        method.blocks(tuple(BLOCKS))
+    monkeypatch.setitem(METHODS, "half", half)
+    assert method.sensitivity(tuple(BLOCKS)) == pytest.approx(2.0)
+
+
 def test_layerwise_with_a_mapping_gives_each_block_its_own_method_and_bound() -> None:
     g = batch(6)
     method = cw.layerwise({"a.": cw.psac(0.3), "b": cw.global_(4.0)})

@@ -74,10 +74,7 @@ def test_there_is_a_readme_and_its_first_code_begins_before_line_25() -> None:
     assert found[0][0].line < 25, f"the first Python block begins at line {found[0][0].line}, expected before 25"
 
 
-GOES_ON = "Stop and go on"  # has a test of its own
-
-
-@pytest.mark.parametrize("group", [g for g in groups() if g[0].heading != GOES_ON], ids=lambda group: group[0].heading)
+@pytest.mark.parametrize("group", groups(), ids=lambda group: group[0].heading)
 def test_the_readme_s_blocks_run(group: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -124,12 +121,12 @@ def test_the_page_on_data_predicts_with_what_the_command_trained(
     assert namespace["found"].tolist() == [1, 0]
 
 
-def test_the_readme_s_own_loop_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_resuming_goes_on_within_its_epsilon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 12 steps 6 were made and 4 kept: 8 are left, and all 14 count."""
     monkeypatch.chdir(tmp_path)
-    (block,) = (block for block in blocks(README.read_text()) if block.heading == GOES_ON)
-    namespace: dict[str, Any] = {"__name__": "readme"}
-    exec(compile(block.code, str(README), "exec"), namespace)
+    (block,) = python_of(ROOT / "docs/resuming.md")
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(compile(block.code, "docs/resuming.md", "exec"), namespace)
     private = namespace["private"]
     assert private.steps_taken == 8 and private.ledger.releases == 14
     assert 2.9 < private.epsilon() <= 3 and Ledger("ledger.jsonl").epsilon(1e-5) == private.epsilon()

@@ -647,7 +647,7 @@ def test_the_comparison_ends_by_naming_the_page(base: Path, capsys: pytest.Captu
     [
         ([], "expected the folder of at least one run, got none"),
         (["nowhere"], "there is no finished run in nowhere: expected a folder with statement.json, or one with runs"),
-        (["broken"], "broken is not a run's folder as clipwise writes it"),
+        (["broken"], "statement.json is not as clipwise writes it ('epsilon'): restore it, or train the run again"),
     ],
 )
 def test_what_is_no_run_is_one_line(
@@ -659,6 +659,19 @@ def test_what_is_no_run_is_one_line(
     assert main(["report", *words]) == 2
     output = capsys.readouterr()
     assert output.out == "" and said in output.err and output.err.count("\n") == 1
+
+
+def test_runs_are_read_on_a_machine_whose_own_encoding_is_not_utf_8(compared: Path) -> None:
+    """Their files are in UTF-8, with ε and × in them, wherever they are read."""
+    code = "import sys; from clipwise.report import read; assert chr(949) in read(sys.argv[1:])[0].stated"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(compared / "1-flat")],
+        env={**os.environ, **plain, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # TensorBoard

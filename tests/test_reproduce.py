@@ -572,3 +572,17 @@ def test_data_sets_are_looked_for_in_folders_of_their_names() -> None:
     assert _placed("cifar10?train=20&test=10", "sets") == "cifar10:sets/cifar10?train=20&test=10"
     assert _placed("digits", "sets") == "digits"
     assert _placed("jsonl:DIR/a.jsonl?test_file=DIR/b.jsonl", "sets") == "jsonl:sets/a.jsonl?test_file=sets/b.jsonl"
+
+
+def test_networks_of_tokens_and_of_numbers_share_an_experiment_s_texts() -> None:
+    """Each gets them as it takes them; a run that names no network has the one for texts."""
+    lines = [json.dumps({"text": f"word {n} {'good' if n % 2 else 'bad'}", "label": n % 2}) for n in range(40)]
+    Path("texts.jsonl").write_text("\n".join(lines))
+    Path("texts.toml").write_text(
+        "title = 'Texts'\nshows = 'Two networks.'\nshown = ['accuracy']\nnoise_free = true\n"
+        "[settings]\ndata = 'jsonl:DIR/texts.jsonl?label=label:0|1&text=text&tokens=4'\nsteps = 1\nbatch = 8\n"
+        "learning_rate = 0.1\n"
+        "[small]\nnote = 'Small.'\n[full]\n[[runs]]\nname = 'tokens'\n"
+        "[[runs]]\nname = 'numbers'\nsettings = { model = 'mlp' }\n"
+    )
+    assert set(values(made("texts.toml", "--data-dir", "."))) == {"tokens", "numbers"}

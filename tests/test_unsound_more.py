@@ -405,7 +405,7 @@ def test_rows_of_one_s_own_file_that_are_taken_as_public_are_said_to_be_in_the_m
         data=f"npz:{tmp_path / 'own.npz'}", model="resnet20_bn", method="batch_clipping(companions=2)", public=5
     )
     with pytest.warns(UserWarning, match="--public 5 takes so many rows of your own file as public"):
-        network(config, splits_for(config, "resnet20_bn"))
+        network(config, splits_for(config))
 
 
 def test_a_report_says_which_runs_it_leaves_out(tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ class AdviseConfig(Output):
     epochs: float | None = option("of the planned run; 20 unless steps are given", None, group="planned run")
     steps: int | None = option("of the planned run, instead of epochs", None, group="planned run")
     batch: int = option("expected number of samples in a step of the planned run", 256, group="planned run")
-    chunk: int | None = option("samples that go through the model at a time", None, group="work")
+    chunk: int | None = option("rows that go through the model at a time", None, group="work")
     samples: int = option("of the proxy that are looked at", 512, group="work")
     warm_up: int = option("ordinary steps on public data, to look at a model that has learnt", 100, group="work")
     device: str = option("cpu, cuda or cuda:1", "cpu", group="work")

@@ -6,7 +6,6 @@ Gives: Passes; PublicState, what a step may look at beside its own samples; stac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.states import unmoved
 from clipwise.records.trees import on_device
-from clipwise.sampling import chunks, units
+from clipwise.sampling import chunks, largest_batch, units
 from clipwise.types import Batch, Gradient, InputError, Refused
 
 
@@ -83,11 +82,7 @@ class Passes:
 
     def most(self, method: Method) -> int:
         """The most samples that will go through the model together, in nearly every step."""
-        return min(self._largest_batch, self.at_once(method))
-
-    @property
-    def _largest_batch(self) -> int:
-        return math.ceil(self.expected_batch + 4 * math.sqrt(self.expected_batch))
+        return min(largest_batch(self.expected_batch), self.at_once(method))
 
     def fit_chunk(self, method: Method) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
@@ -97,7 +92,7 @@ class Passes:
             fit = largest_chunk(
                 lambda some: method.gradients(self.engine(torch.arange(batch_size(some), device="cpu"), 0), some),
                 self.rows(torch.arange(min(32, len(self.data)), device="cpu")),
-                most=self._largest_batch,
+                most=largest_batch(self.expected_batch),
                 # every past iterate's records are kept beside the others; there are none yet to measure
                 room=free_bytes(self.device) // (1 + method.past),
             )

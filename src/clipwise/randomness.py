@@ -1,7 +1,8 @@
 """Random numbers: secure ones for private runs, seeded ones for tests.
 
 Receives: a shape or a count; for the seeded stream also a seed and a step.
-Gives: standard normals and uniforms, float64 on the CPU; noise added to tensors, on CUDA where they lie.
+Gives: Stream: standard normals and uniforms, float64 on the CPU; noise added to tensors, on CUDA where they lie;
+stream_of, the one that a caller asks for.
 
 Both streams read ChaCha20 (RFC 8439) and share everything after it; they differ only in where the key comes from.
 """
@@ -14,7 +15,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -23,45 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from clipwise import gpu_noise
-from clipwise.types import whole
+from clipwise.types import InputError, whole
 
 _BLOCK = 1 << 17  # numbers per key: passes stay in the cache, and are long enough for PyTorch's threads
 _ZEROS = memoryview(bytes(16 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
-
-
-class Stream(Protocol):
-    """Where random numbers come from; ``name`` is what a report says about them."""
-
-    @property
-    def name(self) -> str:
-        """The generator, as a run's statement names it."""
-        ...
-
-    def normal(self, shape: Sequence[int], narrow: bool = False) -> Tensor:
-        """Independent standard normals, float64; ``narrow``: what they are added to is then rounded to float32."""
-        ...
-
-    def uniform(self, count: int) -> Tensor:
-        """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
-        ...
-
-    def seed(self) -> int:
-        """63 bits, for generators that are no streams."""
-        ...
-
-    def noisy_all(
-        self, values: Sequence[Tensor], scales: Sequence[float], divisor: float = 1.0, dtype: torch.dtype | None = None
-    ) -> list[Tensor]:
-        """(value + scale · z)/divisor, each value with its own scale and normals; those on CUDA are drawn there.
-
-        In float64, rounded once: to ``dtype``, or the value's own format.
-        """
-        ...
-
-    def at(self, step: int) -> Stream:
-        """The stream that this step draws from: ask once per step, since asking again may start it anew."""
-        ...
 
 
 def keystream(key: bytes, nonce: bytes, into: memoryview) -> None:
@@ -111,15 +78,21 @@ def _turned(radius: Tensor, turn: Tensor, waves: Tensor) -> Tensor:
     return waves.mul_(radius)
 
 
-class _ChaCha20(ABC):
+class Stream(ABC):
     """Uniforms and normals from ChaCha20, a new key or nonce for every block.
 
     A block is far shorter than the 256 GiB after which ChaCha20's counter wraps around.
     """
 
+    name: str  # the generator, as a run's statement names it
+
     @abstractmethod
     def _next(self, use: int) -> tuple[bytes, bytes]:
         """Key and nonce that no other block or CUDA tensor has; ``use`` tells apart what they are for."""
+
+    @abstractmethod
+    def at(self, step: int) -> Stream:
+        """The stream that this step draws from: ask once per step, since asking again may start it anew."""
 
     def uniform(self, count: int) -> Tensor:
         """Independent uniforms in [0, 1), float64: multiples of 2⁻⁵³."""
@@ -197,7 +170,7 @@ def _pieces(count: int) -> Iterator[slice]:
     return (slice(at, min(at + _BLOCK, count)) for at in range(0, count, _BLOCK))
 
 
-class SecureStream(_ChaCha20):
+class SecureStream(Stream):
     """Random numbers that nobody can foresee or repeat: every block has a fresh key from the operating system.
 
     *Guarantees.* Uniforms have 53 random bits. A fork or a copy of the process never repeats a block, because nothing
@@ -227,7 +200,7 @@ class SecureStream(_ChaCha20):
         return self
 
 
-class SeededStream(_ChaCha20):
+class SeededStream(Stream):
     """Random numbers that anyone with the seed can repeat: for tests, never for a release that must stay private.
 
     *Guarantees.* The same seed and step give the same numbers; steps are independent of each other, and so are the
@@ -249,3 +222,12 @@ class SeededStream(_ChaCha20):
     def at(self, step: int) -> SeededStream:
         """The stream of that step, from its beginning: a resumed run repeats it."""
         return SeededStream(self._seed, whole("step", step, least=0))
+
+
+def stream_of(noise: str | int) -> Stream:
+    """What ``noise`` asks for: "secure", or a seed, which is for tests."""
+    if noise == "secure":
+        return SecureStream()
+    if isinstance(noise, bool) or not isinstance(noise, Integral):
+        raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
+    return SeededStream(int(noise))

@@ -1,11 +1,13 @@
 """Poisson draws: which samples take part in a step, and in what pieces they are read.
 
 Receives: the data set's size, the sampling rate and a random stream.
-Gives: indices, every sample in with probability ``rate`` independently of all else; chunks that fit memory.
+Gives: indices, every sample in with probability ``rate`` independently of all else; chunks that fit memory;
+largest_batch, which nearly no draw exceeds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -35,6 +37,11 @@ def poisson(size: int, rate: float, stream: Stream) -> Tensor:
             for start in range(0, size, _BLOCK)
         ]
     )
+
+
+def largest_batch(expected: float) -> int:
+    """The expected batch and four of its deviations: nearly no draw is larger."""
+    return math.ceil(expected + 4 * math.sqrt(expected))
 
 
 def chunks(indices: Tensor, most: int) -> Iterator[Tensor]:

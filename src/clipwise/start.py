@@ -6,7 +6,6 @@ Gives: ``make_private``, which gives Private; whatever is wrong is said before a
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from numbers import Integral
@@ -36,10 +35,11 @@ from clipwise.methods import Method
 from clipwise.plain import rounded_up
 from clipwise.postprocess import Post, identity
 from clipwise.private import Private
-from clipwise.randomness import SecureStream, SeededStream, Stream
+from clipwise.randomness import stream_of
 from clipwise.records import Loss
 from clipwise.records.chance import kept, seeded
 from clipwise.refusals import check_model, try_loss
+from clipwise.sampling import largest_batch
 from clipwise.step import check_weights
 from clipwise.trained import trained_elsewhere
 from clipwise.types import (
@@ -108,10 +108,10 @@ def make_private(
     _check_one("how private", "epsilon=3", epsilon=epsilon, noise_multiplier=noise_multiplier)
     asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
     one_of("accountant", accountant, ACCOUNTANTS)
-    chosen, after = _method(method), _post(post)
+    chosen, after = methods.as_method("flat" if method is None else method), _post(post)
     for phase in chosen.phases:
         check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
-    stream: Stream = SecureStream() if noise == "secure" else SeededStream(_seed(noise))
+    stream = stream_of(noise)
     earlier, added = _released(spent, ledger)
     dataset = as_dataset(data, collate)
     rows, batch = len(dataset), whole("batch", batch)
@@ -181,13 +181,6 @@ class Privacy(TypedDict, total=False):
     public: Tensor | None
     collate: Callable[[list[Any]], Batch] | None
     spent: Ledger | None
-
-
-def _method(given: Method | str | None) -> Method:
-    chosen = methods.parse(given) if isinstance(given, str) else methods.flat() if given is None else given
-    if not isinstance(chosen, Method):
-        raise InputError(f"expected a method such as clipwise.psac(), got {given!r}")
-    return chosen
 
 
 def _post(given: Post | str | None) -> Post:
@@ -294,10 +287,4 @@ def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int
         raise InputError(f"chunk must be a whole number or 'auto', got {chunk!r}")
     if compile and chunk == "auto":
         raise InputError("expected chunk as a number with compile=True, since its graphs are of one size, got 'auto'")
-    return min(rows, math.ceil(batch + 4 * math.sqrt(batch))) if compile else CHUNK
-
-
-def _seed(noise: str | int) -> int:
-    if isinstance(noise, bool) or not isinstance(noise, Integral):
-        raise InputError(f"noise must be 'secure' or a seed (a whole number), got {noise!r}")
-    return int(noise)
+    return min(rows, largest_batch(batch)) if compile else CHUNK

@@ -127,7 +127,7 @@ def train(
         place = place or _new_folder(folder, private, settings)  # after every check: bad input leaves no folder
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
-    loop = _Loop(private, chosen, schedule, average, ema, place, evaluate, monitor, board)
+    loop = _Loop(private, schedule, average, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
     with private.ledger:  # a run that is stopped lets go of its file too
@@ -146,7 +146,6 @@ class _Loop:
     """Everything of a run beside the private step: schedule, average, measurements, files."""
 
     private: Private
-    optimizer: Optimizer
     scheduler: LRScheduler | None
     average: float | None  # the decay of ema
     ema: AveragedModel | None
@@ -234,7 +233,7 @@ class _Loop:
     def plan(self) -> dict[str, Any]:
         """What may not change when the run is resumed."""
         kind = "none" if self.scheduler is None else type(self.scheduler).__name__
-        own = {"optimizer": type(self.optimizer).__name__, "scheduler": kind, "average": self.average or "none"}
+        own = {"optimizer": type(self.private.optimizer).__name__, "scheduler": kind, "average": self.average or "none"}
         return self.private.plan | own
 
     def checkpoint(self) -> None:
@@ -250,7 +249,7 @@ class _Loop:
             "method": str(self.private.method),
             "used": self.private.methods_used,
             "model": self.private.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.private.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "average": None if self.ema is None else self.ema.state_dict(),
             "public": vars(self.private.state),
@@ -295,7 +294,7 @@ class _Loop:
         if repeated := ledger.releases - state["releases"]:
             self._warn_of_repeated(repeated)
         self.private.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.private.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.ema is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from clipwise.accounting.events import RELATION, cost, discretisation, spent
+from clipwise.accounting.events import cost, spent
 from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused, whole
 
 # how a line calls each kind of release
@@ -87,16 +87,6 @@ class Ledger:
     def epsilon(self, delta: float, accountant: str = "pld") -> float:
         """An upper bound on the ε of everything released so far; 0 when there was nothing."""
         return spent(self._runs, delta, accountant)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ledger as plain values, for a run's statement: entries in their order, totals whatever their order."""
-        return {
-            "relation": RELATION,
-            "releases": self.releases,
-            "discretisation": discretisation(self._runs),
-            "entries": listed(self._runs),
-            "totals": listed(totals(self._runs).items()),
-        }
 
     def close(self) -> None:
         """Let go of the file; a later ``record`` opens it again."""

@@ -163,9 +163,8 @@ def flooding(method: Method, canaries: int) -> World:
 
 
 def groups(method: Method) -> int:
-    """How many groups of samples take turns, so that a step draws from one of them at so many times the rate."""
-    feedback = method.feedback
-    return feedback.blocks if feedback is not None and feedback.memory in ("blocks", "bounded") else 1
+    """How many groups of samples take turns."""
+    return 1 if method.feedback is None else method.feedback.groups
 
 
 Plant: TypeAlias = Callable[[Method, int], World]

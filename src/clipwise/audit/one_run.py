@@ -20,7 +20,7 @@ from clipwise.audit.canaries import groups, rows, saturating
 from clipwise.audit.white_box import private_for, scores
 from clipwise.methods import Method
 from clipwise.private import Private
-from clipwise.randomness import SecureStream, SeededStream
+from clipwise.randomness import stream_of
 from clipwise.records import SampleGradients, batch_size, trainable
 from clipwise.step import private_sum
 from clipwise.types import Batch, fraction, whole
@@ -28,8 +28,7 @@ from clipwise.types import Batch, fraction, whole
 
 def coins(count: int, noise: str | int) -> Tensor:
     """Independent fair coins: who is included. From the operating system's entropy, or from a seed."""
-    stream = SecureStream() if isinstance(noise, str) else SeededStream(noise)
-    return stream.uniform(whole("canaries", count)) < 0.5
+    return stream_of(noise).uniform(whole("canaries", count)) < 0.5
 
 
 def one_run(

@@ -33,7 +33,7 @@ from clipwise.config import AdviseConfig, TrainConfig
 from clipwise.data import Arrays, Splits
 from clipwise.noise import release
 from clipwise.plain import as_json
-from clipwise.randomness import SecureStream, SeededStream
+from clipwise.randomness import stream_of
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.records.trees import on_device
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
@@ -54,9 +54,8 @@ SHARED = AdviseConfig.__dataclass_fields__.keys() & TrainConfig.__dataclass_fiel
 def run(config: AdviseConfig) -> str:
     """Look at gradients that may be looked at, and say what follows."""
     plan = _plan(config)
-    assert plan.model is not None  # it is resolved
     use_threads(plan)
-    splits = splits_for(plan, plan.model)
+    splits = splits_for(plan)
     steps, rate = steps_of(plan, len(splits.train)), min(1.0, plan.batch / len(splits.train))
     folder = Path(config.folder or new_folder(f"advise-{short(config.data)}"))
     refuse_used(folder)
@@ -92,7 +91,7 @@ def _plan(config: AdviseConfig) -> TrainConfig:
 def _proxy(config: AdviseConfig, plan: TrainConfig, private: Splits) -> tuple[Splits, str]:
     """Data of the same shape whose gradients cost nothing: public ones, or random inputs with random labels."""
     if config.public is not None:
-        public = splits_for(replace(plan, data=config.public), plan.model or "")
+        public = splits_for(replace(plan, data=config.public))
         if public.shape != private.shape or public.task != private.task or public.classes > private.classes:
             raise InputError(
                 f"--public must be like --data, {list(private.shape)} with {private.classes} outputs, got "
@@ -169,8 +168,7 @@ def _from_norms(
     event = Gaussian(sigma, WHAT)
     model = network(plan, splits).model  # its weights are drawn from a seed: they know nothing of the data
     secret = histogram(model, loss_of(splits), splits.train, plan.chunk or 256)
-    stream = SecureStream() if config.noise_seed is None else SeededStream(config.noise_seed)
-    released = release(secret, event, stream)
+    released = release(secret, event, stream_of("secure" if config.noise_seed is None else config.noise_seed))
     folder.mkdir(parents=True, exist_ok=True)
     with Ledger(folder / LEDGER) as ledger:
         ledger.extend(before)  # so that --spent need name this folder only

@@ -6,7 +6,6 @@ Gives: the verdict table, as text or JSON, and for a run also in its folder; Fin
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from dataclasses import asdict, dataclass, replace
@@ -25,11 +24,11 @@ from clipwise.audit.verdict import WHOLE_RUNS
 from clipwise.cli import Finding
 from clipwise.cli.retrained import Retrained
 from clipwise.cli.screen import rendered
-from clipwise.config import AuditConfig, TrainConfig, from_toml, made
+from clipwise.config import AuditConfig, TrainConfig, flag, from_toml, made
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
-from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, write
-from clipwise.report.runs import RECOUNT, TOO_WEAK, refuse_unfinished, stated_kinds, too_weak
+from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, text_in, write
+from clipwise.report.runs import RECOUNT, TOO_WEAK, refuse_unfinished, stated_kinds, statement_in, too_weak
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
@@ -116,7 +115,7 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:
     if finished is not None:
         for name, value in given.items():
             if value is not None:
-                raise InputError(f"a run has its own {name}, got --{name.replace('_', '-')} {value}: leave it out")
+                raise InputError(f"a run has its own {name}, got {flag(name)} {value}: leave it out")
         given = {name: finished.statement[name] for name in given}
     return AuditPlan(
         **{name: value for name, value in given.items() if value is not None},
@@ -130,15 +129,9 @@ def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:
 
 def _read(path: Path) -> _Finished:
     refuse_unfinished(path)
-    try:
-        statement = json.loads((path / STATEMENT).read_text())
-        for name in NEEDED:
-            statement[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a run's folder as train writes it ({error}): train the run again") from error
     settings = path / SETTINGS
     known = made(TrainConfig, from_toml(TrainConfig, settings)) if settings.is_file() else None
-    return _Finished(path, known, statement)
+    return _Finished(path, known, statement_in(path, NEEDED))
 
 
 def _ledger(finished: _Finished) -> Verdict:
@@ -157,7 +150,7 @@ def _ledger(finished: _Finished) -> Verdict:
         wrong.append(f"{MODEL} is another file than the one that {STATEMENT} names by its SHA-256")
     if spent > stated["epsilon"] * (1 + 1e-9):
         wrong.append(f"the ledger's releases cost ε = {rounded_up(spent)}")
-    if text.is_file() and not text.read_text(encoding="utf-8").startswith(claim):
+    if text.is_file() and not text_in(text).startswith(claim):
         wrong.append(f"{STATEMENT_TEXT} does not say {claim}, as {STATEMENT} does")
     detail = "; ".join(wrong) or f"{releases} releases, added up again"
     return Verdict(stated["method"], RECOUNT, stated["epsilon"], spent, spent, not wrong, detail)

@@ -64,10 +64,8 @@ def run(config: CompareConfig) -> str:
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
         raise InputError(f"{error}{hint}") from error
-    model = plans[0][1].model
-    assert model is not None  # it is resolved
     use_threads(config)
-    splits = splits_for(config, model)
+    splits = splits_for(plans[0][1])
     if splits.task == "regression":
         raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
     folder = Path(config.resume or config.folder or new_folder(f"compare-{short(config.data)}"))

@@ -1,8 +1,8 @@
 """What a run is made of, from its settings: data, network, loss, optimizer and schedule by name.
 
 Receives: TrainConfig.
-Gives: resolved, the settings with every choice made; splits_for, network, loss_of, optimizer_of, scheduler_of,
-steps_of and spent_before, one part each.
+Gives: resolved, the settings with every choice made; model_of, splits_for, network, loss_of, optimizer_of,
+scheduler_of, steps_of and spent_before, one part each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from clipwise.losses import cross_entropy, squared_error
 from clipwise.records import Loss
 from clipwise.records.trees import tensors
 from clipwise.report.folder import LEDGER, STATEMENT
-from clipwise.report.runs import refuse_other_releases
+from clipwise.report.runs import refuse_other_releases, statement_in
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
@@ -63,17 +63,21 @@ def resolved(config: TrainConfig) -> TrainConfig:
         if (value := getattr(config, name)) is not None:
             positive(name, value)
     fraction("delta", config.delta, open_end=True)
-    source = parsed(config.data)
-    model = config.model or NETWORKS.get("text" if "text" in source.options else source.name, "mlp")
-    models.takes_tokens(model)  # a name that is not known is an error now, before the data are read
+    models.takes_tokens(model_of(config))  # a name that is not known is an error now, before the data are read
     sgd = config.optimizer == "sgd"
     return replace(
         config,
         method=str(methods.parse(config.method)),
-        model=model,
+        model=model_of(config),
         learning_rate=(0.5 if sgd else 1e-3) if config.learning_rate is None else config.learning_rate,
         momentum=0.9 if sgd and config.momentum is None else config.momentum,
     )
+
+
+def model_of(config: Training) -> str:
+    """The network that the settings name, or the one that fits their data."""
+    source = parsed(config.data)
+    return config.model or NETWORKS.get("text" if "text" in source.options else source.name, "mlp")
 
 
 def use_threads(config: Training) -> None:
@@ -86,9 +90,9 @@ def use_threads(config: Training) -> None:
         torch.set_num_threads(1)
 
 
-def splits_for(config: Training, model: str) -> Splits:
+def splits_for(config: Training) -> Splits:
     """The data, as tokens or as numbers, whichever the model takes."""
-    splits = load(config.data)
+    splits, model = load(config.data), model_of(config)
     vocabulary = config.vocabulary or splits.vocabulary
     if not models.takes_tokens(model):
         return replace(splits, train=_numbers(splits.train), test=_numbers(splits.test)) if splits.tokens else splits
@@ -143,7 +147,7 @@ def network(config: TrainConfig, splits: Splits) -> Network:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(whole("seed", config.seed, least=0))
         vocabulary = config.vocabulary or splits.vocabulary
-        model = models.build(config.model or "", splits.shape, splits.classes, vocabulary, splits.task)
+        model = models.build(model_of(config), splits.shape, splits.classes, vocabulary, splits.task)
     public, splits = _public(config, splits)
     if public is not None:
         model = models.Accompanied(model, public, methods.parse(config.method).companions)
@@ -244,5 +248,5 @@ def spent_before(folder: str | None) -> Ledger | None:
         raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
     ledger = Ledger(place)
     if (place.parent / STATEMENT).is_file():  # of a finished run
-        refuse_other_releases(place.parent, ledger)
+        refuse_other_releases(place.parent, statement_in(place.parent), ledger)
     return ledger

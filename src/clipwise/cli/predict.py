@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise import methods, models
-from clipwise.cli.parts import use_threads
+from clipwise.cli.parts import model_of, use_threads
 from clipwise.config import PredictConfig, TrainConfig, from_toml, made
 from clipwise.data.columns import Values, word
 from clipwise.data.unlabelled import Unlabelled, unlabelled
@@ -78,7 +78,7 @@ def _kept(config: PredictConfig, rows: Unlabelled, told: Collection[str]) -> dic
 
 def _inputs(settings: TrainConfig, rows: Unlabelled) -> Tensor:
     """Tokens or numbers, whichever the model takes."""
-    if not models.takes_tokens(settings.model or ""):
+    if not models.takes_tokens(model_of(settings)):
         return rows.x.float()
     vocabulary = settings.vocabulary or rows.vocabulary
     low, high = rows.x.aminmax()
@@ -90,7 +90,7 @@ def _inputs(settings: TrainConfig, rows: Unlabelled) -> Tensor:
 def _model(folder: Path, settings: TrainConfig, rows: Unlabelled) -> nn.Module:
     task, classes = ("classes", len(rows.label.names)) if isinstance(rows.label, Values) else ("regression", 1)
     vocabulary = settings.vocabulary or rows.vocabulary
-    model = models.build(settings.model or "", tuple(rows.x.shape[1:]), classes, vocabulary, task)
+    model = models.build(model_of(settings), tuple(rows.x.shape[1:]), classes, vocabulary, task)
     state = tensors_in(folder / MODEL)
     if companions := methods.parse(settings.method).companions:
         model = models.Accompanied(model, state["public"], companions)

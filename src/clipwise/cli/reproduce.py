@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from clipwise import methods, postprocess
+from clipwise import methods, models, postprocess
 from clipwise.cli.parts import (
     loss_of,
     measured_every,
+    model_of,
     network,
     optimizer_of,
     resolved,
@@ -124,7 +125,7 @@ class _Study:
     config: ReproduceConfig
     experiment: Experiment
     folder: Path = Path()
-    loaded: dict[str, Splits] = field(default_factory=dict)
+    loaded: dict[tuple[str, bool], Splits] = field(default_factory=dict)  # by name, and whether as tokens
 
     @property
     def changed(self) -> dict[str, Any]:
@@ -172,9 +173,10 @@ class _Study:
         return replace(plan, data=_placed(plan.data, self.config.data_dir))
 
     def _splits(self, plan: TrainConfig) -> Splits:
-        if plan.data not in self.loaded:
-            self.loaded[plan.data] = splits_for(plan, plan.model or "mlp")
-        return self.loaded[plan.data]
+        key = plan.data, models.takes_tokens(model_of(plan))
+        if key not in self.loaded:
+            self.loaded[key] = splits_for(plan)
+        return self.loaded[key]
 
     def _keys(self, plan: TrainConfig, splits: Splits) -> Tensor:
         """The training samples that are looked at."""

@@ -32,7 +32,7 @@ class Retrained:
     def __init__(self, path: Path, settings: TrainConfig, method: str, plan: AuditPlan) -> None:
         self._path, self._settings, self._method, self._plan = path, settings, method, plan
         use_threads(settings)
-        self._all = splits_for(settings, settings.model or "")
+        self._all = splits_for(settings)
         self._splits = network(settings, self._all).splits
 
     def _private(self, data: tuple[Tensor, ...]) -> Private:

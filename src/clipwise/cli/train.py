@@ -30,11 +30,10 @@ from clipwise.training import Run
 def run(config: TrainConfig) -> str:
     """Train, or go on training, and say what came of it."""
     config = resolved(config) if config.resume is None else resumed(config, config.resume)
-    assert config.model is not None  # it is resolved
     use_threads(config)
     if config.resume is None and config.folder is not None:
         refuse_used(Path(config.folder))  # now, before the data are read
-    splits = splits_for(config, config.model)
+    splits = splits_for(config)
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
     start = time.monotonic()

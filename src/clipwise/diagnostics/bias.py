@@ -17,7 +17,7 @@ from torch import Tensor
 from clipwise.accounting.dice import sensitivity
 from clipwise.diagnostics.finite import FiniteGradients, Mean, finite_part, layers_of, within
 from clipwise.diagnostics.together import products
-from clipwise.methods import Block, Method, parse
+from clipwise.methods import Block, Method, as_method
 from clipwise.records import SampleGradients
 from clipwise.step import weigh
 from clipwise.types import InputError, positive
@@ -87,16 +87,9 @@ class Effect:
         return {**self.whole.as_dict(), "unseen": self.unseen, "layers": layers}
 
 
-def method_of(given: Method | str) -> Method:
-    """The method, or the one that an expression names."""
-    if not isinstance(given, Method | str):
-        raise InputError(f"expected a method or its expression, got {given!r}: write clipwise.flat() or 'flat'")
-    return parse(given) if isinstance(given, str) else given
-
-
 def clipping_bias(gradients: SampleGradients, method: Method | str) -> ClippingBias:
     """The bias that ``method`` would have on these samples; several methods may look at the same gradients."""
-    chosen, looked = method_of(method), finite_part(gradients)
+    chosen, looked = as_method(method), finite_part(gradients)
     (found,), _ = effects(looked, [chosen], looked.mean())
     return found.whole
 
@@ -205,4 +198,4 @@ def _moved(method: Method, block: Block, expected_batch: float) -> float:
     feedback = method.feedback
     if feedback is None:
         return method.moves * block.bound
-    return sensitivity(feedback.memory, block.bound, expected_batch * feedback.clip_norm, feedback.blocks)
+    return sensitivity(feedback.memory, block.bound, expected_batch * feedback.clip_norm, feedback.groups)

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects, method_of
+from clipwise.diagnostics.bias import NOT_PRIVATE, Effect, effects
 from clipwise.diagnostics.finite import FiniteGradients, Mean, finite_part, layers_of
-from clipwise.methods import Engine, Method
+from clipwise.methods import Engine, Method, as_method
 from clipwise.records import SampleGradients, batch_size
 from clipwise.records.trees import tensors
 from clipwise.types import Batch, InputError, one_of, whole
@@ -133,7 +133,7 @@ def measure(
     Edge cases: an empty batch is an error; samples without a finite gradient are counted and left out.
     """
     one_of("data", data, NOTES)
-    chosen = [method_of(each) for each in ([methods] if isinstance(methods, Method | str) else methods)]
+    chosen = [as_method(each) for each in ([methods] if isinstance(methods, Method | str) else methods)]
     looked = finite_part(gradients)
     true = looked.mean()
     release = {"noise_multiplier": noise_multiplier, "expected_batch": expected_batch}
@@ -200,7 +200,7 @@ class Monitor:
         The engine must give gradients that stay: not those of a compiled graph, which its next call overwrites.
         """
         began = time.perf_counter()
-        chosen = list({str(each): each for each in (method, *map(method_of, self.methods))}.values())
+        chosen = list({str(each): each for each in (method, *map(as_method, self.methods))}.values())
         with torch.random.fork_rng(devices={t.device for t in tensors(self.rows) if t.is_cuda}):
             gradients = engine.gradients(self.rows)
             taken = {str(m): m.gradients(engine, self.rows) for m in chosen if m.probe is not None}

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from clipwise.diagnostics.bias import NOT_PRIVATE, method_of
-from clipwise.methods import Block, Method
+from clipwise.diagnostics.bias import NOT_PRIVATE
+from clipwise.methods import Block, Method, as_method
 from clipwise.records import Capture, Groups, Loss, SampleGradients
 from clipwise.types import Batch, Gradient, InputError, positive, whole
 
@@ -101,14 +101,9 @@ class Flow:
 
     @property
     def rises(self) -> tuple[int, ...]:
-        """The steps at which the loss went up."""
+        """The steps at which the loss went up; none where it fell monotonically."""
         pairs = zip(self.losses, self.losses[1:], strict=False)
         return tuple(step for step, (before, after) in enumerate(pairs) if after > before)
-
-    @property
-    def monotone(self) -> bool:
-        """Whether the loss never rose."""
-        return not self.rises
 
 
 def ntk(outputs: SampleGradients, losses: SampleGradients, method: Method | str) -> Tangent:
@@ -125,7 +120,7 @@ def ntk(outputs: SampleGradients, losses: SampleGradients, method: Method | str)
             f"expected the outputs of the same samples and parameters, K rows for each of {losses.samples} samples, "
             f"got {outputs.samples} rows"
         )
-    method = method_of(method)
+    method = as_method(method)
     blocks, weights = _weights(losses, method)  # [sample, block]
     each = weights.repeat_interleave(outputs.samples // losses.samples, 0)  # [row, block]
     parts = gram(outputs, [block.names for block in blocks])  # H_r, [block, row, row]
@@ -186,7 +181,7 @@ def flow(model: nn.Module, loss: Loss, batch: Batch, method: Method | str, *, ra
     A small ``rate`` follows the flow; no noise, since it has no part in the flow (paper 2, Fact 4.1).
     """
     positive("rate", rate)
-    method = method_of(method)
+    method = as_method(method)
     own = copy.deepcopy(model)
     capture = Capture(own, loss)
     parameters = dict(own.named_parameters())

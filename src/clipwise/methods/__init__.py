@@ -1,7 +1,7 @@
 """The clipping methods, one file each; METHODS maps names to factories.
 
 Receives: a method's expression, such as ``psac(clip_norm=0.1)`` or ``layerwise(flat(1.0))``.
-Gives: the Method; ``str(method)`` is the expression again.
+Gives: parse, the Method of it, whose ``str`` is the expression again; as_method, for what may be either.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ def parse(text: str) -> Method:
     return made
 
 
+def as_method(given: Method | str) -> Method:
+    """The method itself, or the one that an expression names."""
+    if not isinstance(given, Method | str):
+        raise InputError(f"expected a method or its expression, got {given!r}: write clipwise.flat() or 'flat'")
+    return parse(given) if isinstance(given, str) else given
+
+
 def called(text: str, known: Mapping[str, Callable[..., Any]], kind: str, example: str) -> object:
     """What an expression of known names, calls and literals makes; nothing else is evaluated."""
     try:
@@ -104,6 +111,7 @@ __all__ = [
     "Method",
     "Steady",
     "adaptive",
+    "as_method",
     "automatic",
     "bam",
     "batch_clipping",

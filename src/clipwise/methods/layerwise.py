@@ -62,6 +62,11 @@ def _rescaled(method: Method, clip_norm: float) -> Method:
 
     if method.split is not None:
         raise InputError(f"expected a method with one clip norm such as flat(1.0), got {method}")
+    if method.name not in METHODS:
+        raise InputError(
+            f"layerwise cannot give each layer its part of the clip norm of {method.name}, whose factory it does not "
+            f"know: write clipwise.METHODS[{method.name!r}] = its factory, or a method for each block, layerwise({{…}})"
+        )
     return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})
 
 

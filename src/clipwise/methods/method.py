@@ -117,6 +117,11 @@ class Feedback:
     blocks: int  # steps after which memory="blocks" forgets
     normalised: bool  # the automatic variant: C2 E/‖E‖ instead of clipping
 
+    @property
+    def groups(self) -> int:
+        """How many groups of samples take turns, so that a step draws from one of them at so many times the rate."""
+        return self.blocks if self.memory in ("blocks", "bounded") else 1
+
 
 @dataclass(frozen=True, repr=False)
 class Method:

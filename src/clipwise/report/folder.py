@@ -121,10 +121,14 @@ def tensors_in(place: Path) -> dict[str, Any]:
     return found
 
 
+def text_in(place: Path) -> str:
+    """What ``write`` wrote, whatever this machine's own encoding is; nothing where there is no such file."""
+    return place.read_text(encoding="utf-8") if place.is_file() else ""
+
+
 def lines(place: Path) -> list[dict[str, Any]]:
     """What a file of one JSON object per line holds; nothing where there is no such file."""
-    text = place.read_text(encoding="utf-8") if place.is_file() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # a machine may stop within the last line
+    return [json.loads(line) for line in text_in(place).split("\n")[:-1]]  # a machine may stop within the last line
 
 
 def measurements(place: Path) -> list[dict[str, float]]:

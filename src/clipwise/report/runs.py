@@ -34,6 +34,7 @@ from clipwise.report.folder import (
     STATEMENT_TEXT,
     lines,
     measurements,
+    text_in,
 )
 from clipwise.types import InputError
 
@@ -177,11 +178,8 @@ def epsilon_together(runs: Sequence[Recorded]) -> float:
 
 
 def _read(place: Path) -> Recorded:
+    statement = statement_in(place)
     try:
-        statement = json.loads((place / STATEMENT).read_text())
-        for name in NEEDED:
-            statement[name]
-        settings = place / SETTINGS
         metrics, looks = measurements(place / METRICS), lines(place / DIAGNOSTICS)
         found = Recorded(
             path=place,
@@ -192,8 +190,8 @@ def _read(place: Path) -> Recorded:
             diverged=_diverged(metrics, looks),
             calibration=_json(place / CALIBRATION),
             audit=_json(place / AUDIT),
-            settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
-            stated=text.read_text() if (text := place / STATEMENT_TEXT).is_file() else "",
+            settings=tomllib.loads(text_in(place / SETTINGS)) if (place / SETTINGS).is_file() else None,
+            stated=text_in(place / STATEMENT_TEXT),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
@@ -205,7 +203,7 @@ def _read(place: Path) -> Recorded:
             f"the ledger in {place} holds {ledger.releases} releases, expected the {statement['releases']} of the "
             f"statement: restore the run's {LEDGER}"
         )
-    refuse_other_releases(place, ledger)
+    refuse_other_releases(place, statement, ledger)
     if (cost := ledger.epsilon(statement["delta"], statement["accountant"])) > (1 + SLACK) * statement["epsilon"]:
         raise InputError(
             f"the releases in the ledger of {place} cost ε = {rounded_up(cost)}, and its statement says "
@@ -214,13 +212,23 @@ def _read(place: Path) -> Recorded:
     return found
 
 
-def refuse_other_releases(place: Path, ledger: Ledger) -> None:
-    """Refuse a ledger that lacks releases of which the statement in this folder speaks, such as that of another run."""
+def statement_in(place: Path, needed: Iterable[str] = NEEDED) -> dict[str, Any]:
+    """The statement in a run's folder, if it says all that is needed."""
     try:
-        named = stated_kinds(json.loads((place / STATEMENT).read_text()))
+        found: dict[str, Any] = json.loads(text_in(place / STATEMENT))
+        for name in needed:
+            found[name]
+        stated_kinds(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{place / STATEMENT} is not as clipwise writes it ({error}): restore it") from error
-    if lost := named - counts(listed(ledger.entries)):
+        raise InputError(
+            f"{place / STATEMENT} is not as clipwise writes it ({error}): restore it, or train the run again"
+        ) from error
+    return found
+
+
+def refuse_other_releases(place: Path, statement: Values, ledger: Ledger) -> None:
+    """Refuse a ledger that lacks releases of which the folder's statement speaks, such as that of another run."""
+    if lost := stated_kinds(statement) - counts(listed(ledger.entries)):
         raise InputError(
             f"the ledger in {place} lacks {lost.total()} releases that the statement names, such as {next(iter(lost))}:"
             f" restore the run's {LEDGER}"
@@ -240,7 +248,7 @@ def _diverged(metrics: Sequence[Values], looks: Sequence[Values]) -> int | None:
 
 
 def _json(place: Path) -> Any:
-    return json.loads(place.read_text()) if place.is_file() else None
+    return json.loads(text_in(place)) if place.is_file() else None
 
 
 def _named(runs: list[Recorded]) -> list[Recorded]:

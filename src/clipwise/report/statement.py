@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from clipwise.accounting import Ledger
+from clipwise.accounting.events import RELATION, discretisation
 from clipwise.accounting.ledger import listed, totals
 from clipwise.plain import rounded_up
 from clipwise.types import BlockGaussian, Event, MemoryGaussian
@@ -51,16 +52,16 @@ class Statement:
     @classmethod
     def of(cls, ledger: Ledger, *, earlier: Iterable[tuple[Event, int]] = (), **known: Any) -> Statement:
         """The statement for everything in the ledger; ``earlier`` is what it held before the run's first step."""
-        record, before = ledger.as_dict(), totals(earlier)
+        before = totals(earlier)
         own = totals(ledger.entries) - before
         blocks, memory = (any(isinstance(e, kind) for e in own) for kind in (BlockGaussian, MemoryGaussian))
         return cls(
             epsilon=ledger.epsilon(known["delta"], known["accountant"]),
-            relation=record["relation"],
+            relation=RELATION,
             sampling=GROUPED if blocks else REMEMBERED if memory else "Poisson",
-            releases=record["releases"],
+            releases=ledger.releases,
             steps=own.total(),
-            discretisation=record["discretisation"] if known["accountant"] == "pld" else None,
+            discretisation=discretisation(ledger.entries) if known["accountant"] == "pld" else None,
             entries=tuple(listed(own.items())),
             spent_before=tuple(listed(before.items())),
             refused=REFUSED,

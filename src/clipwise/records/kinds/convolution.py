@@ -1,7 +1,7 @@
 """Per-sample gradients of a convolution's weight, kept as images and output gradients, never unfolded without need.
 
 Receives: a convolution's inputs x and output gradients b, [unit, channel, *space], and its Geometry.
-Gives: Convolution; Geometry: the weight's shape, stride, padding, dilation and groups.
+Gives: Convolution; Geometry: the weight's shape, stride, padding, dilation and groups; patches: x unfolded.
 """
 
 from __future__ import annotations
@@ -266,21 +266,21 @@ class Convolution:
     def unfolded(self) -> Outer:
         """The same gradient as an Outer: each output position's input patch is a row of a."""
         g, (x, b) = self.geometry, self._images()
-        space = len(g.stride)
-        pads = [pad for size in reversed(g.padding) for pad in (size, size)]
-        x = torch.nn.functional.pad(x, pads)
-        out, kernel = b.shape[2:], g.shape[2:]
-        n, channels = x.shape[:2]
-        patches = x  # views, and none that names strides: a graph of them may be given x in another order of memory
-        for axis, (size, step, spread) in enumerate(zip(kernel, g.stride, g.dilation, strict=True)):
-            patches = patches.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
-        patches = patches.movedim([2 + space + axis for axis in range(space)], [2 + axis for axis in range(space)])
-        # [image, channel, *kernel, *out]
-        a = patches.reshape(n, g.groups, channels // g.groups * kernel.numel(), out.numel()).transpose(2, 3)
-        b = b.reshape(n, g.groups, b.shape[1] // g.groups, out.numel()).transpose(2, 3)
-        assert space == len(out)
+        n, positions = len(x), b.shape[2:].numel()
+        a = patches(x, g).reshape(n, g.groups, g.shape[1:].numel(), positions).transpose(2, 3)
+        b = b.reshape(n, g.groups, b.shape[1] // g.groups, positions).transpose(2, 3)
         each = Outer(a, b, g.shape)
         return each.merged(self.probes) if self.probes > 1 else each
+
+
+def patches(x: Tensor, g: Geometry) -> Tensor:
+    """What each output position sees of x [image, channel, *space]: [image, channel, *kernel, *out]."""
+    x = torch.nn.functional.pad(x, [pad for size in reversed(g.padding) for pad in (size, size)])
+    # views, and none that names strides: a graph of them may be given x in another order of memory
+    for axis, (size, step, spread) in enumerate(zip(g.shape[2:], g.stride, g.dilation, strict=True)):
+        x = x.unfold(2 + axis, spread * (size - 1) + 1, step)[..., ::spread]
+    space = range(2, x.dim() - len(g.stride))
+    return x.movedim(tuple(space), tuple(len(g.stride) + axis for axis in space))
 
 
 def _weight_gradient(x: Tensor, b: Tensor, g: Geometry) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from clipwise.records.displacement import Own, cut
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds import Convolution, Dense, Geometry, full_precision, wide, wide_format
+from clipwise.records.kinds.convolution import patches
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, identity, seen_format
 from clipwise.records.tape import Want
@@ -227,13 +228,7 @@ def _out(x: Tensor, g: Geometry) -> torch.Size:
 
 def _patches(x: Tensor, g: Geometry, views: int) -> Tensor:
     """What each output position sees, [unit, p, view · position]."""
-    x = F.pad(x, [pad for size in reversed(g.padding) for pad in (size, size)])
-    space = len(g.stride)
-    for axis, (size, step, spread) in enumerate(zip(g.shape[2:], g.stride, g.dilation, strict=True)):
-        x = x.unfold(2 + axis, spread * (size - 1) + 1, step)
-        x = x[..., ::spread] if spread > 1 else x
-    x = x.movedim(tuple(range(2, 2 + space)), tuple(range(2 + space, 2 + 2 * space)))  # [image, channel, *kernel, *out]
-    return _by_unit(x.reshape(len(x), g.shape[1:].numel(), -1), views)
+    return _by_unit(patches(x, g).reshape(len(x), g.shape[1:].numel(), -1), views)
 
 
 def _by_unit(y: Tensor, views: int) -> Tensor:
