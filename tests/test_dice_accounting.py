@@ -381,6 +381,13 @@ def claimed_sigma(n, b, steps, epsilon, delta):
     return b * math.sqrt(96 * steps * math.log(1 / delta)) / (n * epsilon)
 
 
+def test_the_claimed_epsilon_is_the_theorem_s():
+    sigma = claimed_sigma(50_000, 1000, 150, 2, 1e-5)
+    case = {"delta": 1e-5, "sampling_rate": RATE, "steps": 150, "clip_norm": 1.0, "feedback_norm": 1.0}
+    assert dice.claimed_epsilon_unsound(sigma=sigma, **case) == pytest.approx(2, rel=1e-12)
+    assert "FALSE" in dice.claimed_epsilon_unsound.__doc__
+
+
 @pytest.mark.parametrize(("n", "b", "steps", "epsilon", "delta", "one", "two"), SHOWN)
 def test_the_paper_s_noise_gives_many_times_the_epsilon_that_it_claims(n, b, steps, epsilon, delta, one, two):
     """Draws after step τ, the record's first, are shifted by k·C2: the sum over the last steps tells, whoever looks."""

@@ -134,3 +134,17 @@ def sensitivity(memory: str, clip_norm: float, feedback_norm: float, groups: int
     if memory == "blocks":
         return math.sqrt(c1**2 + 4 * (groups - 1) * c2**2)
     return math.sqrt(c1**2 + 4 * c1 * c2 + 8 * c2**2)
+
+
+def claimed_epsilon_unsound(
+    *, sigma: float, delta: float, sampling_rate: float, steps: int, clip_norm: float, feedback_norm: float
+) -> float:
+    """The ε that Theorem 3.8 of the paper claims. It is FALSE: an attack shows several times as much.
+
+    σ₁² = 32 T (C1² + 2 C²) ln(1/δ)/(N² ε²), with C = B·C2 and σ = B·σ₁, solved for ε. It is here to be compared with;
+    nothing in this package uses it. ``sigma`` is the standard deviation of the sum's noise.
+    """
+    squares = positive("clip_norm", clip_norm) ** 2 + 2 * positive("feedback_norm", feedback_norm) ** 2
+    log = math.log(1 / fraction("delta", delta, open_end=True))
+    rate = fraction("sampling_rate", sampling_rate)
+    return rate * math.sqrt(32 * whole("steps", steps) * squares * log) / positive("sigma", sigma)
