@@ -781,7 +781,7 @@ def test_a_resumed_comparison_keeps_what_is_finished_and_ends_as_if_it_had_not_b
     assert "clipwise compare --resume parts" in one_line(capsys, ["report", "parts/2-psac"])
     assert "holds a comparison: write clipwise compare" in one_line(capsys, ["train", "--resume", "parts"])
     assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "parts/2-psac"])
-    assert "no comparison to resume in nowhere" in one_line(capsys, ["compare", "--resume", "nowhere"])
+    assert "nothing to resume in nowhere: expected a comparison" in one_line(capsys, ["compare", "--resume", "nowhere"])
     assert "keeps its settings, got --batch 5" in one_line(capsys, ["compare", "--resume", "parts", "--batch", "5"])
     assert main(["compare", "--resume", "parts", "--json"]) == 0
     first, *others = json.loads(capsys.readouterr().out)["runs"]

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import json
 import math
+import signal
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -474,6 +475,57 @@ def test_what_was_measured_before_a_run_breaks_off_is_kept(monkeypatch: pytest.M
         main(["reproduce", own(), "--folder", "out", "--threads", "1", "--quiet"])
     found = json.loads(Path("out/results.json").read_text())
     assert [run["name"] for run in found["runs"]] == ["private 1.0"] and found["runs"][0]["values"]
+
+
+def test_an_interrupted_experiment_goes_on_and_ends_as_if_it_had_not_been(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from clipwise.cli import reproduce
+
+    words = ["--scale", "full", "--set", "evaluate_every=1", "--threads", "1", "--quiet"]
+    assert main(["reproduce", own(), "--folder", "whole", *words]) == 0
+    looks, real = [0], reproduce._Study._look
+
+    def stopped(*given: Any) -> Any:
+        looks[0] += 1
+        if looks[0] == 4 + 3:  # the second run's third
+            signal.raise_signal(signal.SIGINT)
+        return real(*given)
+
+    monkeypatch.setattr(reproduce._Study, "_look", stopped)
+    assert main(["reproduce", own(), "--folder", "parts", *words]) == 130
+    assert "finished runs are kept: write clipwise reproduce --resume parts\n" in capsys.readouterr().err
+    first = Path("parts/1-0.json").stat().st_mtime_ns
+    assert not Path("parts/2-0.json").exists() and Path("parts/2-0/checkpoint.pt").exists()
+    holds = "parts holds an experiment: write clipwise reproduce --resume parts"
+    assert holds in one_line(capsys, ["train", "--resume", "parts"])
+    assert "keeps its settings, got --scale small" in one_line(
+        capsys, ["reproduce", "--resume", "parts", "--scale", "small"]
+    )
+    assert "whole/1-0 holds one run" in one_line(capsys, ["reproduce", "--resume", "whole/1-0"])
+    assert main(["reproduce", "--resume", "parts", "--threads", "1", "--quiet"]) == 0
+    assert looks[0] == 4 + 3 + 1 + 4  # the one that was left of the second run, and those of the third
+    assert Path("parts/1-0.json").stat().st_mtime_ns == first
+    whole, parts = (json.loads(Path(folder, "results.json").read_text()) for folder in ("whole", "parts"))
+    for found in (whole, parts):
+        for run in found["runs"]:
+            del run["seconds"]
+    assert parts["runs"] == whole["runs"] and parts["lines"] == whole["lines"] and parts["claims"] == whole["claims"]
+    # finished: read again, whatever the runs' folders hold; other settings by now are noticed
+    assert main(["reproduce", "--resume", "parts", "--threads", "1", "--quiet"]) == 0
+    own(OWN.replace("steps = 4", "steps = 5"))
+    assert "'private 1.0' in parts was made with other settings" in one_line(
+        capsys, ["reproduce", "--resume", "parts", "--threads", "1", "--quiet"]
+    )
+
+
+def test_a_run_that_left_no_checkpoint_is_made_again_beside_what_it_released() -> None:
+    assert main(["reproduce", own(), "--folder", "out", "--threads", "1", "--quiet"]) == 0
+    before = json.loads(Path("out/results.json").read_text())["runs"][0]["values"]
+    Path("out/1-0.json").unlink()  # as if it had ended after the run's last step
+    assert main(["reproduce", "--resume", "out", "--threads", "1", "--quiet"]) == 0
+    assert json.loads(Path("out/results.json").read_text())["runs"][0]["values"] == before
+    assert Path("out/1-0/statement.json").exists() and Path("out/1-0-again/statement.json").exists()
 
 
 def test_a_network_of_the_users_takes_the_place_of_the_experiments_own() -> None:

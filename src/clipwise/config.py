@@ -256,7 +256,7 @@ class ReproduceConfig(Output):
     experiments: tuple[str, ...] = option(
         "such as paper4/table2, or TOML files of yours", (), group="what", positional=True
     )
-    list: bool = option("list the experiments", False, group="what")
+    list: bool = option("list the experiments", False, group="what", kept=False)
     scale: str = option(
         "small: minutes on two processor cores, on a part of the data; full: the paper's", "small", group="what"
     )
@@ -271,12 +271,18 @@ class ReproduceConfig(Output):
         group="what",
     )
     data_dir: str = option("the folder that holds the data sets, each in a folder of its name", "data", group="where")
-    device: str = option("where models are trained: cpu, cuda or cuda:1", "cpu", group="where")
-    threads: int | None = option("processor threads; torch's choice unless given", None, group="where")
+    device: str = option("where models are trained: cpu, cuda or cuda:1", "cpu", group="where", kept=False)
+    threads: int | None = option("processor threads; torch's choice unless given", None, group="where", kept=False)
     folder: str | None = option(
-        "where to write results, plots and runs; runs/EXPERIMENT-SCALE-TIME unless given", None, group="output"
+        "where to write results, plots and runs; runs/EXPERIMENT-SCALE-TIME unless given",
+        None,
+        group="output",
+        kept=False,
     )
-    quiet: bool = option("print nothing but errors and warnings", False, group="output")
+    resume: str | None = option(
+        "continue the interrupted experiment in this folder; finished runs are kept", None, group="output", kept=False
+    )
+    quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)

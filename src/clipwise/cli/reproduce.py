@@ -6,10 +6,12 @@ Gives: for each experiment a folder with results.json, a plot and the runs; a ta
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from clipwise.cli.parts import (
 )
 from clipwise.cli.runs import new_folder, run_one
 from clipwise.cli.screen import Bar, rendered
-from clipwise.config import ReproduceConfig, TrainConfig, checked, made
+from clipwise.cli.stopping import Stopped, again, resumed
+from clipwise.config import ReproduceConfig, TrainConfig, checked, made, to_toml
 from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import quality
 from clipwise.engine import ChunkEngine
@@ -49,6 +52,7 @@ from clipwise.plain import as_json
 from clipwise.records import Capture, Loss, device_of
 from clipwise.records.trees import on_device
 from clipwise.report import RunFolder
+from clipwise.report.folder import CHECKPOINT, SETTINGS, measurements, text_in, write
 from clipwise.types import Gradient, InputError, Refused, whole
 
 SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
@@ -72,29 +76,47 @@ def run(config: ReproduceConfig) -> str:
             shown.add(paper)
             table.add_row(f"  {name}", Text(title))
         return rendered(table)
+    if config.resume is not None:
+        config = resumed(config, config.resume)
     if not config.experiments:
         raise InputError("expected an experiment such as paper4/table2, got none: write clipwise reproduce --list")
     if config.threads is not None:
         torch.set_num_threads(whole("threads", config.threads))
-    planned = [read(name, config.scale) for name in config.experiments]  # all of them, before the first takes hours
-    answers = [_made(config, experiment) for experiment in planned]
+    # all of them, before the first takes hours
+    planned = {name: read(name, config.scale) for name in config.experiments}
+    answers = [_made(replace(config, experiments=(name,)), one, len(planned) > 1) for name, one in planned.items()]
     if config.json:
         found = [values for values, _ in answers]
         return as_json(found[0] if len(found) == 1 else found)
     return "" if config.quiet else "\n".join(text for _, text in answers)
 
 
-def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, Any], str]:
+def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tuple[dict[str, Any], str]:
+    """One experiment, in a folder of its own; ``beside`` others, which go to the same place."""
     seeds = experiment.seeds if config.seeds is None else whole("seeds", config.seeds)
     runs = only(experiment, config.only)
     short = experiment.name.removesuffix(".toml").replace("/", "-").strip("-.")
     study = _Study(config, experiment)
     for one in runs:  # what is wrong with the last run is said before the first takes hours
         methods.parse(study.plan(one, 0).method)
-    where = Path(config.folder or new_folder(f"{short}-{experiment.scale}"))
-    folder = RunFolder(where / short if config.folder and len(config.experiments) > 1 else where)
-    study.folder = folder.path
-    results = []
+    if config.resume is not None:
+        study.folder = Path(config.resume)
+    else:
+        where = Path(config.folder or new_folder(f"{short}-{experiment.scale}"))
+        study.folder = RunFolder(where / short if config.folder and beside else where).path
+        write(study.folder / SETTINGS, to_toml(config))
+    try:
+        results = _results(study, runs, seeds)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; finished runs are kept: write {again(config, study.folder)}") from None
+    values = _values(study, results, seeds, plotted(experiment, results, study.folder))
+    _keep(study, values)
+    return values, _text(study, results, values)
+
+
+def _results(study: _Study, runs: Sequence[Planned], seeds: int) -> list[Result]:
+    config, experiment = study.config, study.experiment
+    results: list[Result] = []
     with Bar(quiet=config.quiet) as bar:
         for number, one in enumerate(runs, start=1):
             private = not (one.noise_free or experiment.problem or experiment.weights)
@@ -102,20 +124,16 @@ def _made(config: ReproduceConfig, experiment: Experiment) -> tuple[dict[str, An
             try:
                 for seed in range(seeds):
                     bar.begin(one.name)
-                    began = time.monotonic()
-                    values, curves = study.run(one, number, seed, bar)
-                    found.append((values, curves, time.monotonic() - began))
+                    found.append(study.once(one, number, seed, bar))
                 results.append(averaged(one.name, private, found))
             except Refused as refusal:  # what a paper does may have no proof; the other runs still tell something
                 results.append(Result(one.name, private, {}, {}, {}, 0.0, str(refusal)))
-            _keep(folder, _values(study, results, seeds, ()))  # whatever stops the next run
-    values = _values(study, results, seeds, plotted(experiment, results, folder.path))
-    _keep(folder, values)
-    return values, _text(study, results, values)
+            _keep(study, _values(study, results, seeds, ()))  # whatever stops the next run
+    return results
 
 
-def _keep(folder: RunFolder, values: Mapping[str, Any]) -> None:
-    folder.write("results.json", as_json(values))
+def _keep(study: _Study, values: Mapping[str, Any]) -> None:
+    write(study.folder / "results.json", as_json(values))
 
 
 @dataclass
@@ -132,8 +150,26 @@ class _Study:
         """What --set puts in the place of the experiment's settings."""
         return checked(TrainConfig, dict(_setting(text) for text in self.config.set), "--set")
 
+    def once(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves, float]:
+        """One run: its final numbers, its curves and its seconds; what was finished before is read."""
+        kept = self.folder / f"{number}-{seed}.json"
+        settings = to_toml(self.plan(one, seed))
+        if kept.is_file():
+            found = _numbers(json.loads(text_in(kept)))
+            if found["settings"] != settings:
+                raise InputError(
+                    f"the run {one.name!r} in {self.folder} was made with other settings than the experiment has now: "
+                    "make the experiment in a new folder"
+                )
+            return found["values"], found["curves"], found["seconds"]
+        began = time.monotonic()
+        values, curves = self.run(one, number, seed, bar)
+        seconds = time.monotonic() - began
+        write(kept, as_json({"settings": settings, "values": values, "curves": curves, "seconds": seconds}))
+        return values, curves, seconds
+
     def run(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves]:
-        """One run: its final numbers and its curves."""
+        """One run: its final numbers and its curves; a private one goes on from its checkpoint."""
         if self.experiment.weights:
             final, curve = measures.weights(methods.parse(str(one.settings["method"])))
             return final, {"weights": curve}
@@ -143,15 +179,23 @@ class _Study:
         splits = self._splits(plan)
         if one.noise_free:
             return self._noise_free(plan, splits)
-        rows: Curve = []
+        place = self.folder / f"{number}-{seed}"
+        while place.exists() and not (place / CHECKPOINT).is_file():  # nothing to go on from: its ledger stays
+            place = place.with_name(f"{place.name}-again")
+        seen = place.with_suffix(".jsonl")  # what is measured beside the run's own file of measurements
+        rows = {row["step"]: row for row in measurements(seen)}
         keys = self._keys(plan, splits)
 
-        def look(model: nn.Module, method: Method) -> None:
+        def look(model: nn.Module, method: Method, step: int) -> None:
             engine = ChunkEngine(Capture(model, loss_of(splits)), keys)
-            rows.append(self._look(model, splits, keys, method, engine))
+            rows[step] = {"step": step, **self._look(model, splits, keys, method, engine)}
+            write(seen, "".join(as_json(row, indent=None) for row in rows.values()))
 
-        done = run_one(resolved(plan), splits, self.folder / f"{number}-{seed}", bar, look)
-        steps: Curve = [dict(measured) | seen for measured, seen in zip(done.metrics, rows, strict=True)]
+        plan = resolved(plan)
+        if (place / CHECKPOINT).is_file():
+            plan = replace(plan, resume=str(place))
+        done = run_one(plan, splits, place, bar, look, command=again(self.config, self.folder))
+        steps: Curve = [dict(measured) | rows.get(measured["step"], {}) for measured in done.metrics]
         final, curves = self._end(done.model, splits)
         return summary(steps, final), {"steps": steps, **curves}
 
@@ -271,6 +315,15 @@ def _descended(
         keep=keep,
         after_step=after_step,
     )
+
+
+def _numbers(tree: Any) -> Any:
+    """What ``as_json`` wrote, with NaN in the place of null: what is not finite has no other name there."""
+    if isinstance(tree, dict):
+        return {key: _numbers(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_numbers(value) for value in tree]
+    return math.nan if tree is None else tree
 
 
 def _setting(text: str) -> tuple[str, Any]:

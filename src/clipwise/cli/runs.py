@@ -36,8 +36,8 @@ from clipwise.types import InputError, whole
 
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
 LOOKS_APART = 50  # steps at least, so that looks cost little
-# (model, the method as it is at this step) → what else to measure; called at each measurement
-AtMeasurement = Callable[[nn.Module, Method], None]
+# (model, the method as it is now, steps made) → what else to measure; called at each measurement
+AtMeasurement = Callable[[nn.Module, Method, int], None]
 
 
 def new_folder(name: str) -> Path:
@@ -116,14 +116,14 @@ class _Progress:
 
     bar: Bar
     heard: threading.Event
-    at_measurement: Callable[[Method], None] | None
+    at_measurement: Callable[[Method, int], None] | None
     done: int = 0
 
     def __call__(self, private: Private, row: Mapping[str, float]) -> None:
         self.done = private.steps_taken
         self.bar(self.done, private.steps, row)
         if self.at_measurement is not None and row.get("step") == self.done:  # measured just now
-            self.at_measurement(private.method)
+            self.at_measurement(private.method, self.done)
         if self.heard.is_set() and self.done < private.steps:
             raise KeyboardInterrupt
 

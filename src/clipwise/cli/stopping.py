@@ -1,6 +1,6 @@
 """Stopping a run, and going on with it.
 
-Receives: a run's or a comparison's folder, and what the command says now.
+Receives: a run's, a comparison's or an experiment's folder, and what the command says now.
 Gives: patient, which hears Ctrl-C and waits for the step's end; resumable, which says how to go on after whatever
 stopped the run; again, the command for that; resumed, the settings that it goes on with.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -18,11 +19,15 @@ from typing import TypeVar
 
 from clipwise import methods
 from clipwise.cli.screen import Bar
-from clipwise.config import CompareConfig, TrainConfig, Training, flag, from_toml, made
-from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT
+from clipwise.config import CompareConfig, ReproduceConfig, TrainConfig, Training, flag, from_toml, made
+from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT, text_in
 from clipwise.types import InputError
 
-C = TypeVar("C", TrainConfig, CompareConfig)
+C = TypeVar("C", TrainConfig, CompareConfig, ReproduceConfig)
+SEVERAL: dict[type, tuple[str, str]] = {  # runs in folders within one: what they are, and whose
+    CompareConfig: ("a comparison", "compare"),
+    ReproduceConfig: ("an experiment", "reproduce"),
+}
 
 
 class Stopped(KeyboardInterrupt):
@@ -71,17 +76,21 @@ def resumable(folder: Path, done: Callable[[], int], steps: int, command: str) -
         raise
 
 
-def again(config: Training, folder: Path) -> str:
+def again(config: Training | ReproduceConfig, folder: Path) -> str:
     """The command that goes on with what is in this folder, where it is now: its settings do not say where."""
-    words = ["clipwise", "compare" if isinstance(config, CompareConfig) else "train", "--resume", str(folder)]
+    _, command = SEVERAL.get(type(config), ("run", "train"))
+    words = ["clipwise", command, "--resume", str(folder)]
     words += ["--device", config.device] if config.device != "cpu" else []
-    return shlex.join([*words, "--tensorboard"] if config.tensorboard else words)
+    return shlex.join([*words, "--tensorboard"] if isinstance(config, Training) and config.tensorboard else words)
 
 
 def resumed(config: C, folder: str) -> C:
     """The settings of what is in the folder, with what this call says about how and where; others would change it."""
     place = Path(folder)
-    (_refuse_run if isinstance(config, CompareConfig) else _refuse_finished)(place)
+    if type(config) in SEVERAL:
+        _refuse_run(place, SEVERAL[type(config)][0])
+    else:
+        _refuse_finished(place)
     begun = made(type(config), from_toml(type(config), place / SETTINGS))
     free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
     for name in sorted(config.spoken - free):
@@ -95,13 +104,18 @@ def _refuse_finished(place: Path) -> None:
     if (place / STATEMENT).is_file():
         raise InputError(f"the run in {place} is finished: repeat it with clipwise train --config {place / SETTINGS}")
     if (place / SETTINGS).is_file() and not (place / LEDGER).is_file():
-        raise InputError(f"{place} holds a comparison: write clipwise compare --resume {shlex.quote(str(place))}")
+        what, command = SEVERAL[ReproduceConfig if "experiments" in _keys(place) else CompareConfig]
+        raise InputError(f"{place} holds {what}: write clipwise {command} --resume {shlex.quote(str(place))}")
     if not (place / CHECKPOINT).is_file():
         raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
 
 
-def _refuse_run(place: Path) -> None:
+def _refuse_run(place: Path, what: str) -> None:
     if (place / LEDGER).is_file():
         raise InputError(f"{place} holds one run: write clipwise train --resume {shlex.quote(str(place))}")
     if not (place / SETTINGS).is_file():
-        raise InputError(f"there is no comparison to resume in {place}: expected a folder with {SETTINGS}")
+        raise InputError(f"there is nothing to resume in {place}: expected {what}, a folder with {SETTINGS}")
+
+
+def _keys(place: Path) -> set[str]:
+    return set(tomllib.loads(text_in(place / SETTINGS)))
