@@ -28,7 +28,7 @@ from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
-from clipwise.plain import rounded_up
+from clipwise.plain import four_digits, rounded_up
 from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
@@ -59,7 +59,7 @@ class Run:
     def report(self) -> str:
         """Privacy, last measurements and what to cite, as text."""
         last = ", ".join(
-            f"{key} {rounded_up(value) if key == 'epsilon' else f'{value:.4g}'}"
+            f"{key} {rounded_up(value) if key == 'epsilon' else four_digits(value)}"
             for key, value in (self.metrics[-1] if self.metrics else {}).items()
         )
         where = f"\nwritten to {self.folder}" if self.folder else ""
@@ -125,7 +125,7 @@ def train(
     if folder is not None:
         _refuse_unwritten(private.method)
         place = place or _new_folder(folder, private, settings)  # after every check: bad input leaves no folder
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
+    ema = moving_average(model, average) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
     loop = _Loop(private, chosen, schedule, average, ema, place, evaluate, monitor, board)
     if resume:
@@ -139,6 +139,11 @@ def train(
             loop.checkpoint()
             raise
         return loop.finish()
+
+
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """The exponential moving average of a model's weights and buffers."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 @dataclass

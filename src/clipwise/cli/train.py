@@ -18,7 +18,7 @@ from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import resumed
 from clipwise.config import TrainConfig
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, four_digits, rounded_up
 from clipwise.report import read
 from clipwise.report.answer import in_numbers
 from clipwise.report.folder import refuse_used
@@ -70,7 +70,7 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     if "baseline" in last:  # without it an accuracy says little where classes are unbalanced
         same = f"{last['baseline']:.1%} by always saying the most frequent class"
         if name == "error":
-            same = f"{last['baseline']:.4g} by always saying the mean of their labels"
+            same = f"{four_digits(last['baseline'])} by always saying the mean of their labels"
         table.add_row("baseline", same)
     table.add_row(
         "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"

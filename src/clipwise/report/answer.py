@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clipwise.plain import rounded_up
+from clipwise.plain import four_digits, rounded_up
 from clipwise.report.figures import fair, left_out
 from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
 
@@ -51,6 +51,7 @@ class RunNumbers:
     audit: bool | None  # whether every claim held
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
+    without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
 
     @property
     def said(self) -> str:
@@ -68,7 +69,7 @@ class Quantity:
 
 
 ACCURACY = Quantity(lambda row: row.accuracy, "{:.1%}".format, max)
-ERROR = Quantity(lambda row: row.error, "{:.4g}".format, min)
+ERROR = Quantity(lambda row: row.error, four_digits, min)
 ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
 NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
 
@@ -99,15 +100,16 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             audit=None if run.audit is None else bool(run.audit["passed"]),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
+            without=_without(run),
         )
         for run in runs
     ]
 
 
 def answer(found: Sequence[RunNumbers]) -> list[str]:
-    """The answer, its reason, and what it leaves open."""
+    """The answer, its reason, what privacy costs where that is known, and what it leaves open."""
     if len(found) == 1:
-        return _single(found[0])
+        return [*_single(found[0]), *privacy_costs(found)]
     if not all(row.rival for row in found):
         return [APART, *(sentence for row in found for sentence in _single(row)[:1])]
     found = [row for row in found if row.diverged is None]
@@ -115,7 +117,7 @@ def answer(found: Sequence[RunNumbers]) -> list[str]:
         return _single(found[0]) if found else [DIVERGED]
     ranks = _Ranks.of(found)
     if len(ranks.order) < 2:
-        return _quality(found, [])
+        return [*_quality(found, []), *privacy_costs(found)]
     said = [_no_difference(ranks)] if ranks.alike else [_least_and_most(ranks)]
     if not ranks.same:
         said.append(OWN)
@@ -123,7 +125,7 @@ def answer(found: Sequence[RunNumbers]) -> list[str]:
         said.append(_reason(ranks.order[0], ranks.order[-1]))
     if not ranks.alike:
         said += _noisier(found, ranks.order[0])
-    return [*said, *_quality(found, best(found, ALIGNMENT))]
+    return [*said, *_quality(found, best(found, ALIGNMENT)), *privacy_costs(found)]
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,27 @@ def ranking(found: Sequence[RunNumbers]) -> str:
     return f"On the same gradients, {'no difference in bias' if alike else 'least biased first'}: {said}.{others}"
 
 
+def privacy_costs(found: Sequence[RunNumbers]) -> list[str]:
+    """How much better the same network was without privacy than the best of the runs; nothing where nobody looked."""
+    known = [row for row in found if row.without is not None and row.diverged is None]
+    of = ERROR if any(row.error is not None for row in known) else ACCURACY
+    first = next(iter(best(known, of) or known), None)
+    if first is None or first.without is None or (reached := of.value(first)) is None:
+        return []
+    said = f"Without privacy the same network reached {of.shown(first.without)}"
+    if of is ERROR:
+        said = f"Without privacy the error of the same network was {of.shown(first.without)}"
+    # of what is printed, so that the difference is the one that a reader computes
+    lost = round(100 * first.without, 1) - round(100 * reached, 1) if of is ACCURACY else reached - first.without
+    if lost <= 0:
+        return [f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'."]
+    cost = f"{lost:.1f} percentage points" if of is ACCURACY else f"{four_digits(lost)} more of error"
+    return [
+        f"{said}: privacy costs {first.said} {cost}, at ε = {rounded_up(first.epsilon)}. That is one run too, and no ε "
+        "covers it."
+    ]
+
+
 def best(found: Sequence[RunNumbers], of: Quantity) -> list[RunNumbers]:
     """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
     ended = [row for row in found if row.diverged is None]
@@ -253,7 +276,7 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
         if row.accuracy is not None and row.accuracy <= row.baseline < 1:  # than 1 nobody could be better
             same = f"the most frequent class, which is right for {row.baseline:.1%} of the evaluation samples"
         elif row.accuracy is None and row.error is not None and row.error >= row.baseline:
-            same = f"the mean of the evaluation labels, whose error is {row.baseline:.4g}"
+            same = f"the mean of the evaluation labels, whose error is {four_digits(row.baseline)}"
         else:
             continue
         lost.setdefault(same, []).append(row)
@@ -278,7 +301,7 @@ def _single(row: RunNumbers) -> list[str]:
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
-        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {row.error:.4g}"
+        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {four_digits(row.error)}"
     said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
     if row.bias is not None and row.clipped is not None:
         said.append(
@@ -345,6 +368,12 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _without(run: Recorded) -> float | None:
+    name, pick = ("error", min) if "error" in run.last else ("accuracy", max)
+    seen = [row[name] for row in run.without if name in row and math.isfinite(row["loss"])]
+    return pick(seen, default=None)
 
 
 def _unfound(run: Recorded) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from clipwise.types import InputError
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
 MODEL, STATEMENT, STATEMENT_TEXT = "model.pt", "statement.json", "statement.txt"
 DIAGNOSTICS, CALIBRATION, AUDIT = "diagnostics.jsonl", "calibration.json", "audit.json"  # each only where it was made
+WITHOUT = "no-privacy.jsonl"  # beside the runs of a comparison: what was measured of the network without privacy
 HIDDEN = "private-state.pt"  # not released by any step: it must not leave the machine, and goes when the run ends
 
 FREE_SPACE = "free space or choose another folder"

@@ -32,6 +32,7 @@ from clipwise.report.folder import (
     SETTINGS,
     STATEMENT,
     STATEMENT_TEXT,
+    WITHOUT,
     lines,
     measurements,
 )
@@ -59,6 +60,7 @@ class Recorded:
     audit: Values | None = None
     settings: Values | None = None
     stated: str = ""  # the statement for people
+    without: tuple[Values, ...] = ()  # measurements of the same network without privacy, in the same comparison
 
     @property
     def method(self) -> Method:
@@ -194,6 +196,7 @@ def _read(place: Path) -> Recorded:
             audit=_json(place / AUDIT),
             settings=tomllib.loads(settings.read_text()) if settings.is_file() else None,
             stated=text.read_text() if (text := place / STATEMENT_TEXT).is_file() else "",
+            without=tuple(measurements(place.parent / WITHOUT)),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
