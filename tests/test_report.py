@@ -511,6 +511,22 @@ def test_an_audits_verdict_is_shown_and_a_false_claim_comes_first(compared: Path
     assert refuted([row for row in found if row.name == "flat"]) == ""
 
 
+def test_a_ledger_that_was_only_added_up_is_not_called_audited_and_membership_inference_is_shown(
+    compared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compared / "1-flat", tmp_path / "run")
+    row = {"method": "m", "audit": "ledger", "claimed": 3.0, "shown": 3.0, "ceiling": 3.0, "passed": True}
+    guess = {"area": 0.5091, "low": 0.498, "high": 0.5201, "tpr_at_1%": 0.012}
+    found = {"passed": True, "rows": [row], "membership": {"logistic": guess}}
+    (tmp_path / "run/audit.json").write_text(json.dumps(found))
+    runs = read([tmp_path / "run"])
+    text = Read(page(runs, figures(runs))).text
+    assert "flat(clip_norm=0.5) · ledger recounted" in text and "· audited" not in text
+    assert "the ledger agrees with the statement; nothing was attacked" in text and "every claim holds" not in text
+    said = "Membership inference, logistic: area 0.509, 95% in [0.498, 0.520], 0.5 is guessing; 1.2% of the members at"
+    assert f"{said} 1% false alarms." in text
+
+
 def test_names_from_outside_are_text_and_never_markup(compared: Path, tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>&*\"'"
     for name in ("a", evil):

@@ -14,7 +14,7 @@ import torch
 
 from clipwise.plain import four_digits, rounded_up
 from clipwise.report.figures import fair, left_out
-from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, attacked, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
@@ -49,6 +49,7 @@ class RunNumbers:
     ece: float | None
     unfound: tuple[int, ...]  # classes of which the final model finds no evaluation sample, though there are many
     audit: bool | None  # whether every claim held
+    attacked: bool  # whether that audit attacked anything, and did not add the ledger up alone
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
     without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
@@ -98,6 +99,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             ece=None if run.calibration is None else run.calibration["ece"],
             unfound=_unfound(run),
             audit=None if run.audit is None else bool(run.audit["passed"]),
+            attacked=run.audit is not None and attacked(run.audit["rows"]),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
             without=_without(run),

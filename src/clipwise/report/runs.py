@@ -70,8 +70,8 @@ class Recorded:
             return methods.parse(said)
         except InputError as error:  # one of the user's own
             raise InputError(
-                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: read its "
-                f"{STATEMENT_TEXT} and {METRICS}"
+                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: in a program that has "
+                f"it, write clipwise.METHODS[name] = its function, and then clipwise.cli.main(), which is this command"
             ) from error
 
     @property
@@ -158,6 +158,17 @@ def too_weak(row: Values) -> bool:
     """Whether this row of an audit could not have refuted the claim, however well its attack went."""
     claimed, ceiling = row.get("claimed"), row.get("ceiling")
     return row["audit"] != RECOUNT and claimed is not None and ceiling is not None and bool(ceiling < claimed)
+
+
+def attacked(rows: Iterable[Values]) -> bool:
+    """Whether these rows of an audit attack anything: adding a ledger up again does not."""
+    return any(row["audit"] != RECOUNT for row in rows)
+
+
+def guessed(roc: Values) -> str:
+    """How well a membership inference told members from others, in words."""
+    found = f"; {roc['tpr_at_1%']:.1%} of the members at 1% false alarms" if "tpr_at_1%" in roc else ""
+    return f"area {roc['area']:.3f}, 95% in [{roc['low']:.3f}, {roc['high']:.3f}], 0.5 is guessing{found}"
 
 
 def short(data: str) -> str:
