@@ -679,14 +679,21 @@ def test_a_large_delta_is_a_one_line_warning(capsys: pytest.CaptureFixture[str])
         (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
         (["--epsilon", "1", "--folder", "."], "the folder . is not empty"),
         (["--epsilon", "1", "--folder", "data.npz"], "data.npz is a file, expected a folder that is new"),
+        (
+            ["--epsilon", "1", "--folder", "data.npz/x"],
+            "cannot write into the folder data.npz/x (Not a directory): choose",
+        ),
         (["--epsilon", "1"], "no file 'none.npz'"),
+        (["--epsilon", "1", "--folder", "a/b/c"], "no file 'none.npz'"),
     ],
 )
 def test_what_needs_no_data_is_said_before_they_are_read(
     capsys: pytest.CaptureFixture[str], here: Path, words: list[str], message: str
 ) -> None:
-    assert message in one_line(capsys, ["train", "--data", "npz:none.npz", *words])
-    assert [path.name for path in here.iterdir()] == ["data.npz"]
+    for command in ("train", "compare", "advise"):
+        if command != "advise" or {"--folder"} & {*words}:
+            assert message in one_line(capsys, [command, "--data", "npz:none.npz", *words])
+        assert [path.name for path in here.iterdir()] == ["data.npz"]
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(capsys: pytest.CaptureFixture[str], here: Path) -> None:

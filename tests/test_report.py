@@ -209,6 +209,9 @@ def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None
     expected = np.exp(np.mean([np.log(q["95%"] / q["5%"]) for q in quantiles]))
     assert found["normalised"].spread == pytest.approx(expected, rel=1e-9)
     assert found["layerwise"].spread is None, "layer by layer there is no one norm"
+    level = replace(found["flat"], spread=1.0, same_bias=0.0), replace(found["psac"], spread=4.4, same_bias=0.2)
+    said = "With *flat* a short gradient weighs as much as a long one, with *psac* 4.4 times; unclipped, all weigh"
+    assert said in answer(level)[1]
 
 
 def test_every_curve_is_the_recorded_one(compared: Path) -> None:

@@ -366,6 +366,16 @@ def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 
+def test_a_folder_that_cannot_be_written_into_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("clipwise.training.make_private", lambda *_, **__: pytest.fail("it calibrates first"))
+    with pytest.raises(InputError, match=r"cannot write into the folder .*/file/run \(Not a directory\): choose"):
+        trained(folder=tmp_path / "file" / "run")
+    assert [place.name for place in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("folder", [None, "nothing"])
 def test_resuming_without_a_run_is_an_error(folder: str | None, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="resume"):

@@ -33,7 +33,7 @@ from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
-from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest
+from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
 from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, instead, whole
@@ -112,6 +112,8 @@ def train(
         if wanted and folder is None:
             raise InputError(f"{name} needs the folder of the run; write folder=…")
     place = RunFolder(folder, resume=True) if folder is not None and resume else None
+    if folder is not None and not resume:
+        refuse_unfit(Path(folder))  # now: calibration and the self-test take seconds
     if tensorboard:
         writer()  # it must be installed
     if resume:

@@ -28,7 +28,16 @@ from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
 from clipwise.report.answer import ACCURACY, ERROR, RunNumbers, best, in_numbers, privacy_costs, ranking
-from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT, WITHOUT, RunFolder, measurements, write
+from clipwise.report.folder import (
+    CHECKPOINT,
+    SETTINGS,
+    STATEMENT,
+    WITHOUT,
+    RunFolder,
+    measurements,
+    refuse_unfit,
+    write,
+)
 from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, short
 from clipwise.types import InputError
 
@@ -75,8 +84,10 @@ def run(config: CompareConfig) -> str:
     model = plans[0][1].model
     assert model is not None  # it is resolved
     use_threads(config)
-    splits = splits_for(config, model)
     folder = Path(config.resume or config.folder or new_folder(f"compare-{short(config.data)}"))
+    if config.resume is None:
+        refuse_unfit(folder)  # now, before the data are read
+    splits = splits_for(config, model)
     if config.resume is None:
         RunFolder(folder).write(SETTINGS, to_toml(config))
     try:

@@ -21,7 +21,7 @@ from clipwise.config import TrainConfig
 from clipwise.plain import as_json, four_digits, rounded_up
 from clipwise.report import read
 from clipwise.report.answer import in_numbers
-from clipwise.report.folder import refuse_used
+from clipwise.report.folder import refuse_unfit
 from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
 from clipwise.training import Run
@@ -32,11 +32,11 @@ def run(config: TrainConfig) -> str:
     config = resolved(config) if config.resume is None else resumed(config, config.resume)
     assert config.model is not None  # it is resolved
     use_threads(config)
-    if config.resume is None and config.folder is not None:
-        refuse_used(Path(config.folder))  # now, before the data are read
-    splits = splits_for(config, config.model)
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
+    if config.resume is None:
+        refuse_unfit(folder)  # now, before the data are read
+    splits = splits_for(config, config.model)
     start = time.monotonic()
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)

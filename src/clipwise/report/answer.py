@@ -213,7 +213,10 @@ def privacy_costs(found: Sequence[RunNumbers]) -> list[str]:
     # of what is printed, so that the difference is the one that a reader computes
     lost = round(100 * first.without, 1) - round(100 * reached, 1) if of is ACCURACY else reached - first.without
     if lost <= 0:
-        return [f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'."]
+        return [
+            f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'. "
+            "No ε covers that number."
+        ]
     cost = f"{lost:.1f} percentage points" if of is ACCURACY else f"{four_digits(lost)} more of error"
     return [
         f"{said}: privacy costs {first.said} {cost}, at ε = {rounded_up(first.epsilon)}. That is one run too, and no ε "
@@ -316,8 +319,9 @@ def _single(row: RunNumbers) -> list[str]:
 def _reason(least: RunNumbers, most: RunNumbers) -> str:
     if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
         mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
+        mild = "" if mild == "1" else f"{mild} times "
         return (
-            f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild} times as much "
+            f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild}as much "
             f"as a long one, with {most.said} {harsh} times; unclipped, all weigh the same."
         )
     few, many = least.same_clipped or least.clipped, most.same_clipped or most.clipped
