@@ -165,7 +165,7 @@ def test_evaluation_happens_every_so_many_steps_and_at_the_end_in_eval_mode() ->
     modes = []
     model = mlp().train()
     run = trained(model, evaluate=lambda m: modes.append(m.training) or {"accuracy": 0.5}, evaluate_every=4)
-    assert [row["step"] for row in run.metrics] == [4, 6] and modes == [False, False]
+    assert [row["step"] for row in run.metrics] == [4, 6] and modes == [False] * 3  # and tried at first
     assert all(row["accuracy"] == 0.5 and row["epsilon"] > 0 for row in run.metrics)
     assert model.training
 
@@ -352,6 +352,23 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
         with pytest.raises(InputError):
             trained(**changed, folder=tmp_path / "run")
         assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_in_evaluate_is_found_before_the_first_step_where_no_folder_keeps_the_run(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def mistaken(model: nn.Module) -> dict[str, float]:
+        raise ZeroDivisionError
+
+    def progress(private: cw.Private, row: Any) -> None:
+        steps.append(private.steps_taken)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(evaluate=mistaken, progress=progress)
+    assert steps == []
+    with pytest.raises(ZeroDivisionError):
+        trained(evaluate=mistaken, progress=progress, folder=tmp_path / "run")
+    assert trained(folder=tmp_path / "run", resume=True).statement.steps > 0  # what was made is not lost
 
 
 def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:

@@ -90,13 +90,14 @@ def train(
 ) -> Run:
     """A whole private run; ``privacy`` is what ``make_private`` takes (method, epsilon, delta, epochs, batch, …).
 
-    ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end; ``average`` is the
-    decay of an exponential moving average of the weights, which is then what is evaluated and returned. With a
-    ``folder`` the run can be stopped at any moment and resumed, and every release counts: where the process was killed,
-    steps since the last checkpoint are made again, and a warning says to which ε that leads;
-    ``settings`` is a text to keep beside it, from which the run could be made again. A ``monitor`` looks at what
-    clipping does to its own rows, before the first step, whenever it is due and at the end, and the folder keeps what
-    it saw: not private. ``tensorboard`` also writes the curves into the folder for TensorBoard.
+    ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end, and without a folder
+    is tried before the first step too, so that a mistake in it does not lose the run; ``average`` is the decay of an
+    exponential moving average of the weights, which is then what is evaluated and returned. With a ``folder`` the run
+    can be stopped at any moment and resumed, and every release counts: where the process was killed, steps since the
+    last checkpoint are made again, and a warning says to which ε that leads; ``settings`` is a text to keep beside it,
+    from which the run could be made again. A ``monitor`` looks at what clipping does to its own rows, before the first
+    step, whenever it is due and at the end, and the folder keeps what it saw: not private. ``tensorboard`` also writes
+    the curves into the folder for TensorBoard.
     """
     if average is not None:
         fraction("average", average, open_end=True)
@@ -180,6 +181,8 @@ class _Loop:
         private = self.private
         if not private.steps_taken and not self.looks:
             self.look()
+        if self.folder is None:
+            self.measured()  # a mistake in it would lose the run, which no folder keeps, after its last step
         if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
             self.note(every)
             return
@@ -204,12 +207,16 @@ class _Loop:
                 self.measure()
             self.checkpoint()
 
+    def measured(self) -> dict[str, float]:
+        """What the user's function says of the model now; nothing where there is none."""
+        if self.evaluate is None:
+            return {}
+        with evaluating(self.model):
+            return _numbers(self.evaluate(self.model))
+
     def measure(self) -> None:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
-        if self.evaluate is not None:
-            with evaluating(self.model):
-                found = self.evaluate(self.model)
-            row |= {key: value for key, value in _numbers(found).items() if key not in row}  # ε is the run's own
+        row |= {key: value for key, value in self.measured().items() if key not in row}  # ε is the run's own
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)
