@@ -574,6 +574,7 @@ def test_no_privacy_is_no_method(capsys: pytest.CaptureFixture[str], here: Path,
         ("flat; psca", "did you mean 'psac'?"),
         ("flat @ fast", "expected METHOD @ LEARNING RATE, got 'flat @ fast'"),
         (";", "expected at least one method"),
+        ("flat; no_privacy", "training without privacy is written 'no privacy'"),
     ],
 )
 def test_compare_refuses_what_it_cannot_train(

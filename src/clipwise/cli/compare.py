@@ -27,7 +27,16 @@ from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
-from clipwise.report.answer import ACCURACY, ERROR, RunNumbers, best, in_numbers, privacy_costs, ranking
+from clipwise.report.answer import (
+    ACCURACY,
+    ERROR,
+    RunNumbers,
+    always_the_same,
+    best,
+    in_numbers,
+    privacy_costs,
+    ranking,
+)
 from clipwise.report.folder import (
     CHECKPOINT,
     SETTINGS,
@@ -80,6 +89,7 @@ def run(config: CompareConfig) -> str:
         ordinary = [(text, resolved(_plan(config, text))) for text in plain]
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
+        hint = "; training without privacy is written 'no privacy'" if "privacy" in str(error).lower() else hint
         raise InputError(f"{error}{hint}") from error
     model = plans[0][1].model
     assert model is not None  # it is resolved
@@ -232,6 +242,7 @@ def _table(
     ranked = ranking(found)
     lines = [
         f"{'Least error' if name == 'error' else 'Most accurate'}: {top}." if top else "",
+        *always_the_same(found),
         f"Diverged: {', '.join(lost)}: write a smaller learning rate behind @." if lost else "",
         *(text.replace("*", "") for text in privacy_costs(found)),
         f"δ = {delta:g}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "

@@ -292,6 +292,16 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
     ]
 
 
+def always_the_same(found: Sequence[RunNumbers]) -> list[str]:
+    """What needs no model, without which an accuracy says little where classes are unbalanced."""
+    known = next((row for row in found if row.baseline is not None), None)
+    if known is None or known.baseline is None:
+        return []
+    if known.error is not None:
+        return [f"Always saying the mean of the evaluation labels has an error of {ERROR.shown(known.baseline)}."]
+    return [f"Always saying the most frequent class is right for {ACCURACY.shown(known.baseline)}."]
+
+
 def _one_class(found: Sequence[RunNumbers]) -> str:
     alone = [row for row in found if row.accuracy is not None and row.baseline == 1]
     return (
@@ -308,6 +318,7 @@ def _single(row: RunNumbers) -> list[str]:
     elif row.error is not None:
         reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {four_digits(row.error)}"
     said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
+    said += always_the_same([row])
     if row.bias is not None and row.clipped is not None:
         said.append(
             f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
@@ -342,7 +353,7 @@ def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[
     said += _top(found, truest, ACCURACY, "most accurate model", "accuracy") or _top(
         found, truest, ERROR, "least error", "error"
     )
-    return [" ".join([*said, "One run each: small differences are chance."])] if said else []
+    return [" ".join([*said, *always_the_same(found), "One run each: small differences are chance."])] if said else []
 
 
 def _top(found: Sequence[RunNumbers], truest: Sequence[RunNumbers], of: Quantity, whose: str, what: str) -> list[str]:
