@@ -170,6 +170,14 @@ def test_evaluation_happens_every_so_many_steps_and_at_the_end_in_eval_mode() ->
     assert model.training
 
 
+def test_a_notebook_shows_a_run_in_one_line(tmp_path: Path) -> None:
+    run = trained(evaluate=lambda m: {"accuracy": 0.5}, folder=tmp_path / "run")
+    shown = f"δ = {run.statement.delta:g}: step 6, epsilon {rounded_up(run.epsilon)}, accuracy 0.5>"
+    assert repr(run) == f"<private run of {type(run.model).__name__} by {run.statement.method}, {shown}"
+    assert repr(cw.Ledger(tmp_path / "run/ledger.jsonl")) == f"<ledger of 6 releases in {tmp_path}/run/ledger.jsonl>"
+    assert repr(cw.Ledger()) == "<ledger of 0 releases>"
+
+
 def test_an_evaluation_may_give_tensors(tmp_path: Path) -> None:
     run = trained(evaluate=lambda m: {"accuracy": torch.tensor(0.25)}, folder=tmp_path / "run")
     assert run.metrics[-1]["accuracy"] == 0.25

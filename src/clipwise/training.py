@@ -39,9 +39,9 @@ from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, instead, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
-    """A finished run."""
+    """A finished run; a notebook shows it in one line, and ``print(run.report)`` says all of it."""
 
     model: nn.Module  # the averaged one where an average was asked for
     statement: Statement
@@ -49,6 +49,13 @@ class Run:
     folder: Path | None
     citation: str
     diagnostics: tuple[Mapping[str, Any], ...] = ()  # what the monitor saw, as plain values; not private
+
+    def __repr__(self) -> str:
+        """What was trained how, its privacy and its last measurement."""
+        return (
+            f"<private run of {type(self.model).__name__} by {self.statement.method}, δ = {self.statement.delta:g}: "
+            f"{self._last()}>"
+        )
 
     @property
     def epsilon(self) -> float:
@@ -58,12 +65,15 @@ class Run:
     @property
     def report(self) -> str:
         """Privacy, last measurements and what to cite, as text."""
-        last = ", ".join(
+        where = f"\nwritten to {self.folder}" if self.folder else ""
+        return f"{self.statement.text()}measured: {self._last()}{where}\n\n{self.citation}"
+
+    def _last(self) -> str:
+        last = (
             f"{key} {rounded_up(value) if key == 'epsilon' else four_digits(value)}"
             for key, value in (self.metrics[-1] if self.metrics else {}).items()
         )
-        where = f"\nwritten to {self.folder}" if self.folder else ""
-        return f"{self.statement.text()}measured: {last or 'nothing'}{where}\n\n{self.citation}"
+        return ", ".join(last) or "nothing"
 
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]

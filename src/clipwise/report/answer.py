@@ -116,7 +116,7 @@ def answer(found: Sequence[RunNumbers]) -> list[str]:
         return [APART, *(sentence for row in found for sentence in _single(row)[:1])]
     found = [row for row in found if row.diverged is None]
     if len(found) < 2:
-        return _single(found[0]) if found else [DIVERGED]
+        return [*_single(found[0]), *privacy_costs(found)] if found else [DIVERGED]
     ranks = _Ranks.of(found)
     if len(ranks.order) < 2:
         return [*_quality(found, []), *privacy_costs(found)]
