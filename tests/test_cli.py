@@ -452,6 +452,24 @@ def test_compare_lays_methods_side_by_side(capsys: pytest.CaptureFixture[str], h
     assert "not empty" in one_line(capsys, [*words, "--folder", "runs/second"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--data", "npz:data.npz", *FAST, "--steps", "1", "--methods", "flat; global_(10.0) @ 0.02"],
+        ["audit", "--method", "flat", "layerwise", "--trials", "1500", "--canaries", "20", "--quiet"],
+        ["models"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_narrow_terminal_cuts_no_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    assert "…" not in table and max(map(len, table.splitlines())) <= 60
+
+
 def test_compare_ranks_methods_on_the_same_gradients_by_the_report_s_numbers(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:

@@ -190,8 +190,12 @@ def _parsed(method: str) -> Method | None:
 def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("method", "audit", "claimed ε", "audited ≥", "could show", "verdict"):
+        # in a narrow terminal names go on in the next line: neither a number nor a verdict is ever cut
         table.add_column(
-            title, justify="right" if title in ("claimed ε", "audited ≥", "could show") else "left", no_wrap=True
+            title,
+            justify="right" if title in ("claimed ε", "audited ≥", "could show") else "left",
+            no_wrap=title not in ("method", "audit"),
+            overflow="fold",
         )
     labels = _labels([each.method for each in rows])
     before = ""
