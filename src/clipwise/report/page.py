@@ -58,6 +58,10 @@ BIAS = (
     "Clipping shortens long gradients, so that no sample counts for too much. The mean of what is left may point "
     "elsewhere than the true one: that is its bias."
 )
+UNCOVERED = (
+    "The number that was reached without privacy is made of the training data and covered by no ε: show it only to "
+    "whoever may see the data."
+)
 NOTHING = "Nothing was measured of these runs but their privacy."
 SMALL, WIDE, TALL = (210, 190), (420, 290), 440  # a panel of many, one alone, and two that stand on each other
 
@@ -250,6 +254,8 @@ def _privacy(runs: Sequence[Recorded]) -> str:
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
             f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}.</p>"
         )
+    if any(run.without for run in runs):
+        said.append(f"<p>{UNCOVERED}</p>")
     for number, run in enumerate(runs):
         stated = run.statement
         said.append(
