@@ -682,7 +682,9 @@ def test_a_run_made_in_python_is_audited_as_far_as_its_folder_goes(
     assert ("not clipwise's own" if method.name == "mine" else "clipwise.audit.watched") in found["note"]
     if method.name == "mine":
         assert main(["audit", str(tmp_path / "run"), *FEW]) == 0
-        assert "mine" in capsys.readouterr().out
+        text = capsys.readouterr().out
+        assert "mine" in text and text.endswith("the ledger agrees with the statement; nothing was attacked\n")
+        assert "claims hold" not in text
 
 
 def test_a_plan_refuses_what_no_audit_can_be_made_of() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from clipwise import __version__, accounting, training
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan
 from clipwise.cli import COMMANDS, main
-from clipwise.cli.parts import steps_of, use_threads
+from clipwise.cli.parts import network, resolved, steps_of, use_threads
+from clipwise.cli.runs import without_privacy
 from clipwise.cli.screen import Bar
 from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
+from clipwise.data import load
 from clipwise.methods import METHODS, parse
 from clipwise.report import read
 from clipwise.start import make_private
@@ -449,6 +452,24 @@ def test_compare_lays_methods_side_by_side(capsys: pytest.CaptureFixture[str], h
     assert "not empty" in one_line(capsys, [*words, "--folder", "runs/second"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--data", "npz:data.npz", *FAST, "--steps", "1", "--methods", "flat; global_(10.0) @ 0.02"],
+        ["audit", "--method", "flat", "layerwise", "--trials", "1500", "--canaries", "20", "--quiet"],
+        ["models"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_narrow_terminal_cuts_no_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    assert "…" not in table and max(map(len, table.splitlines())) <= 60
+
+
 def test_compare_ranks_methods_on_the_same_gradients_by_the_report_s_numbers(
     capsys: pytest.CaptureFixture[str], here: Path
 ) -> None:
@@ -475,12 +496,103 @@ def test_compare_starts_every_method_from_the_same_weights(monkeypatch: pytest.M
     assert all(torch.equal(one, other) for one, other in zip(*firsts, strict=True))
 
 
+def test_compare_lays_regressions_side_by_side_by_their_error(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    x = np.random.RandomState(0).randn(100, 4)
+    data = saved("numbers.npz", x=x, y=3 * x[:, 0]) + "?task=regression"
+    words = ["compare", "--data", data, *FAST, "--steps", "2", "--methods", "flat; psac @ 1e-5"]
+    assert main([*words, "--folder", "runs/errors"]) == 0
+    shown = capsys.readouterr()
+    errors = [read([here / "runs/errors" / run])[0].last["error"] for run in ("1-flat", "2-psac")]
+    assert "accuracy" not in shown.out.partition("This comparison")[0].lower()
+    for method, error in zip(("flat", "psac @ 1e-5"), errors, strict=True):
+        assert re.search(rf"^{method} +{error:.4g} ", shown.out, re.MULTILINE)
+        assert f"{method}: error {error:.4g}, " in shown.err
+    assert f"Least error: {'flat' if errors[0] < errors[1] else 'psac @ 1e-5'}." in shown.out
+    assert main(["compare", "--resume", "runs/errors", "--json"]) == 0
+    assert [row["error"] for row in json.loads(capsys.readouterr().out)["runs"]] == errors
+
+
+def test_compare_measures_the_same_network_without_privacy_and_keeps_nothing_else_of_it(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "9", "--methods"]
+    words += ["flat; no privacy; no privacy @ 0.2; psac", "--folder", "both"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    rows = [json.loads(line) for line in (here / "both/no-privacy.jsonl").read_text().splitlines()]
+    assert [row["method"] for row in rows] == ["no privacy", "no privacy @ 0.2"]
+    assert re.search(rf"^no privacy +{rows[0]['accuracy']:.1%} +none +– +– +–", shown, re.MULTILINE)
+    assert "covered by no ε" in " ".join(shown.split())
+    # no folder, model, ledger or statement: what is kept is its measurement, and no run counts as one more
+    assert sorted(place.name for place in (here / "both").iterdir() if place.is_dir()) == ["1-flat", "2-psac"]
+    assert [run.method.name for run in read([here / "both"])] == ["flat", "psac"]
+    kept = (here / "both/no-privacy.jsonl").read_text()
+    assert main(["compare", "--resume", "both", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in result["runs"]] == ["flat", "psac"]
+    assert result["no_privacy"] == rows and (here / "both/no-privacy.jsonl").read_text() == kept
+
+
+def test_what_privacy_costs_is_told_against_the_best_private_run(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "2", "--methods", "flat; psac", "--folder", "both"]
+    assert main([*words, "--quiet"]) == 0
+
+    def told(**measured: float | None) -> str:
+        row = {"method": "no privacy", "loss": 0.1, "seconds": 1.0, **measured}
+        (here / "both/no-privacy.jsonl").write_text(json.dumps(row) + "\n")
+        capsys.readouterr()
+        assert main(["report", "both"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    top = max(run.last["accuracy"] for run in read([here / "both"]))
+    assert "Without privacy" not in told(accuracy=0.5, loss=None)  # it diverged
+    assert "reached 100.0%: privacy costs" in told(accuracy=1.0)
+    assert f"{100 - round(100 * top, 1):.1f} percentage points, at ε =" in told(accuracy=1.0)
+    assert "reached 0.0%, no better than" in told(accuracy=0.0)
+    told(accuracy=1.0)
+    shown = (here / "both/report.html").read_text()
+    assert "Without privacy the same network reached 100.0%" in shown and "covered by no ε: show it only to" in shown
+
+
+def test_training_without_privacy_is_ordinary_training_from_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(data="npz:data.npz", model="mlp", epsilon=3.0, steps=3, batch=80, learning_rate=0.5, chunk=30)
+    splits = load(config.data)
+    made_by_hand = network(config, splits).model
+    x, y = splits.train.rows(torch.arange(80))
+    optimizer = torch.optim.SGD(made_by_hand.parameters(), lr=0.5, momentum=0.9)
+    for rate in (0.5, 0.5 * (1 + math.cos(math.pi / 3)) / 2, 0.5 * (1 + math.cos(2 * math.pi / 3)) / 2):  # cosine
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(made_by_hand(x), y).backward()
+        optimizer.step()
+    seen = []
+    monkeypatch.setattr("clipwise.cli.runs.measured", lambda _, model: seen.append(model) or {})
+    with Bar(quiet=True) as bar:
+        bar.begin("no privacy")
+        without_privacy(resolved(config), splits, bar)
+    for one, other in zip(seen[0].parameters(), made_by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "--method", "no privacy"], ["compare", "--methods", "no privacy"], ["audit", "--method", "no privacy"]],
+)
+def test_no_privacy_is_no_method(capsys: pytest.CaptureFixture[str], here: Path, words: list[str]) -> None:
+    more = [] if words[0] == "audit" else ["--data", "npz:data.npz", "--epsilon", "3"]
+    assert "expected a" in one_line(capsys, [*words, *more])
+    assert not (here / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
         ("flat; psca", "did you mean 'psac'?"),
         ("flat @ fast", "expected METHOD @ LEARNING RATE, got 'flat @ fast'"),
         (";", "expected at least one method"),
+        ("flat; no_privacy", "training without privacy is written 'no privacy'"),
     ],
 )
 def test_compare_refuses_what_it_cannot_train(
@@ -586,14 +698,21 @@ def test_a_large_delta_is_a_one_line_warning(capsys: pytest.CaptureFixture[str])
         (["--epsilon", "1", "--model", "mpl"], "unknown model 'mpl': did you mean 'mlp'?"),
         (["--epsilon", "1", "--folder", "."], "the folder . is not empty"),
         (["--epsilon", "1", "--folder", "data.npz"], "data.npz is a file, expected a folder that is new"),
+        (
+            ["--epsilon", "1", "--folder", "data.npz/x"],
+            "cannot write into the folder data.npz/x (Not a directory): choose",
+        ),
         (["--epsilon", "1"], "no file 'none.npz'"),
+        (["--epsilon", "1", "--folder", "a/b/c"], "no file 'none.npz'"),
     ],
 )
 def test_what_needs_no_data_is_said_before_they_are_read(
     capsys: pytest.CaptureFixture[str], here: Path, words: list[str], message: str
 ) -> None:
-    assert message in one_line(capsys, ["train", "--data", "npz:none.npz", *words])
-    assert [path.name for path in here.iterdir()] == ["data.npz"]
+    for command in ("train", "compare", "advise"):
+        if command != "advise" or {"--folder"} & {*words}:
+            assert message in one_line(capsys, [command, "--data", "npz:none.npz", *words])
+        assert [path.name for path in here.iterdir()] == ["data.npz"]
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(capsys: pytest.CaptureFixture[str], here: Path) -> None:

@@ -393,12 +393,19 @@ def test_counts_that_follow_other_samples_are_refused() -> None:
         cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), method=method, **PLAN)
 
 
-def test_a_method_of_one_s_own_trains_and_its_run_is_no_page(tmp_path: Path) -> None:
+def test_a_method_of_one_s_own_trains_and_its_run_is_no_page_until_it_has_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     smooth = own(lambda n: 1 / (1 + n * n).sqrt())
     run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=smooth, folder=tmp_path / "run", **PLAN)
     assert "method       mine()" in run.statement.text()
-    with pytest.raises(InputError, match=r"whose method mine\(\) is not clipwise's own: read its statement\.txt"):
+    with pytest.raises(
+        InputError,
+        match=r"whose method mine\(\) is not clipwise's own: in a program .*clipwise\.METHODS\[name\] = its function",
+    ):
         report.read([tmp_path / "run"])
+    monkeypatch.setitem(cw.METHODS, "mine", lambda: smooth)
+    assert report.read([tmp_path / "run"])[0].method is smooth
     with pytest.raises(InputError, match=r"mine must give weights \[n\] for norms \[n\], got float"):
         cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=own(lambda n: 0.1), **PLAN)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clipwise.plain import as_json, plain, rounded_up
+from clipwise.plain import as_json, four_digits, plain, rounded_up
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -53,3 +53,12 @@ def test_an_epsilon_is_never_printed_below_what_was_spent(epsilon: float) -> Non
 )  # fmt: skip
 def test_an_epsilon_has_as_many_digits_as_say_something(epsilon: float, printed: str) -> None:
     assert rounded_up(epsilon) == printed
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [(0.83441, "0.8344"), (9999.4, "9999"), (9999.9, "10000"), (72018.3, "72020"), (1234567.0, "1235000"),
+     (-72018.3, "-72020"), (2.5e-7, "2.5e-07"), (1e20, "1e+20"), (math.nan, "nan"), (math.inf, "inf")],
+)  # fmt: skip
+def test_a_price_is_printed_without_an_exponent(value: float, printed: str) -> None:
+    assert four_digits(value) == printed

@@ -170,3 +170,33 @@ def test_a_cell_that_does_not_fit_is_not_answered_by_options_that_only_training_
     Path("new.csv").write_text("age,town,sex\n7,a,f\nunknown,b,m\n")
     said = refused(capsys, "run", "--data", "new.csv")
     assert "got 'unknown' in line 3: mend the cell" in said and "LOW..HIGH" not in said
+
+
+def test_new_rows_may_have_a_line_of_names_or_no_label_also_where_the_run_s_file_had_no_names(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "bare.csv").write_text(
+        "".join(f"{20 + n % 60},{'fm'[n % 2]},{('low', 'high')[n % 2]}\n" for n in range(60))
+    )
+    trained("csv:bare.csv?names=age,sex,income&label=income:low|high&columns=age:0..100,sex:f|m")
+    (here / "whole.csv").write_text("30,f,low\n70,m,low\n")
+    expected = predictions(capsys, "whole.csv")
+    assert len(expected) == 2
+    for text in ("30,f\n70,m\n", "age,sex\n30,f\n70,m\n", "sex,income,age\nf,low,30\nm,low,70\n"):
+        (here / "new.csv").write_text(text)
+        assert predictions(capsys, "new.csv") == expected, text
+    (here / "new.csv").write_text("30\n70\n")
+    assert main(["predict", "run", "--data", "new.csv"]) == 2
+    shown = capsys.readouterr().err
+    assert "must have the 3 columns age, sex, income in each row, got 1 in line 1: mend it\n" in shown  # no options
+
+
+def test_a_file_without_the_names_that_the_run_s_has_is_told_so_without_its_values(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    trained(TABLE)
+    (here / "new.csv").write_text("41,secret,f\n42,b,m\n")
+    capsys.readouterr()
+    assert main(["predict", "run", "--data", "new.csv"]) == 2
+    shown = capsys.readouterr().err
+    assert "must begin with a line of names" in shown and "age, town, sex" in shown and "secret" not in shown

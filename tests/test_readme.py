@@ -11,12 +11,15 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from clipwise.accounting import Ledger
 from clipwise.cli import main
+from clipwise.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -90,8 +93,33 @@ def test_the_blocks_of_a_page_run_one_after_another(name: str) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
     found = python_of(page)
     assert found
-    for block in found:
-        exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+    with patch.dict(METHODS):
+        for block in found:
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), namespace)
+
+
+def test_the_page_on_methods_makes_a_command_that_knows_one_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = python_of(ROOT / "docs/methods.md")
+    mine = "".join(block.code for block in page if block.heading in ("A method", "In the command"))
+    np.savez("data.npz", x=np.random.RandomState(0).randn(100, 4), y=np.arange(100) % 2)
+    few = "--noise-multiplier 1 --accountant rdp --delta 1e-3 --batch 20 --steps 2".split()
+    methods = "flat; smooth(0.5); inner_momentum(smooth(0.5))"
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["mine.py", *words])
+        with patch.dict(METHODS), pytest.raises(SystemExit) as left:
+            exec(compile(mine, "mine.py", "exec"), {"__name__": "__main__"})
+        assert left.value.code == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "smooth(0.5)" in run("compare", "--data", "npz:data.npz", "--methods", methods, "--folder", "c", *few)
+    assert main(["report", "c"]) == 2 and "clipwise.METHODS[name] = its function" in capsys.readouterr().err
+    assert "least biased" in (said := run("report", "c")) or "no difference in bias" in said
+    assert "Smooth clipping" in Path("c/report.html").read_text()
+    assert "smooth step" in run("audit", "--method", "smooth", "--trials", "1500", "--canaries", "20", "--quiet")
 
 
 def test_the_page_on_reports_compares_methods_on_a_network_of_one_s_own(

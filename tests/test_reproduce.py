@@ -311,6 +311,7 @@ def test_seeds_are_averaged_and_their_deviation_is_kept() -> None:
 
 
 def test_shares_are_written_in_percent_and_other_numbers_are_not() -> None:
+    assert formatted("epsilon", 1.27012) == "1.271" and formatted("weight", 9999.9) == "10000"
     assert formatted("train_accuracy", 0.5) == "50.00 %" and formatted("mean_off_direction_x", 0.5) == "50.00 %"
     assert (
         formatted("loss", 0.5) == "0.5"
@@ -570,7 +571,7 @@ def test_json_is_what_the_folder_holds(capsys: pytest.CaptureFixture[str]) -> No
         (["paper4/tabel2"], "did you mean 'paper4/table2'"),
         (["paper4/table2", "--scale", "smal"], "did you mean 'small'"),
         (["paper4/table2", "--data-dir", "nowhere"], "nowhere"),
-        (["paper4/figure2", "--only", "nobody"], "no run of paper4/figure2 is called nobody"),
+        (["paper4/figure2", "--only", "nobody"], "is called nobody: write one of 'Auto-S', 'DP-PSAC', "),
         (["none.toml"], "cannot read none.toml"),
         (["paper4/table2", "--set", "epochs"], "expected a setting such as epochs=2, got 'epochs'"),
         (["paper4/table2", "--set", "epoch=2"], "did you mean 'epochs'"),

@@ -492,6 +492,7 @@ def test_a_batch_is_not_read_by_hand() -> None:
     for reading in (lambda: batch[0], lambda: list(batch)):
         with pytest.raises(InputError, match=r"holds no rows: write private\.step\(batch\)"):
             reading()
+    assert repr(batch) == "PoissonBatch(step=0)"  # not who was drawn
 
 
 def test_a_loop_over_epochs_around_the_batches_of_all_epochs_is_told_so() -> None:

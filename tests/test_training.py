@@ -165,9 +165,17 @@ def test_evaluation_happens_every_so_many_steps_and_at_the_end_in_eval_mode() ->
     modes = []
     model = mlp().train()
     run = trained(model, evaluate=lambda m: modes.append(m.training) or {"accuracy": 0.5}, evaluate_every=4)
-    assert [row["step"] for row in run.metrics] == [4, 6] and modes == [False, False]
+    assert [row["step"] for row in run.metrics] == [4, 6] and modes == [False] * 3  # and tried at first
     assert all(row["accuracy"] == 0.5 and row["epsilon"] > 0 for row in run.metrics)
     assert model.training
+
+
+def test_a_notebook_shows_a_run_in_one_line(tmp_path: Path) -> None:
+    run = trained(evaluate=lambda m: {"accuracy": 0.5}, folder=tmp_path / "run")
+    shown = f"δ = {run.statement.delta:g}: step 6, epsilon {rounded_up(run.epsilon)}, accuracy 0.5>"
+    assert repr(run) == f"<private run of {type(run.model).__name__} by {run.statement.method}, {shown}"
+    assert repr(cw.Ledger(tmp_path / "run/ledger.jsonl")) == f"<ledger of 6 releases in {tmp_path}/run/ledger.jsonl>"
+    assert repr(cw.Ledger()) == "<ledger of 0 releases>"
 
 
 def test_an_evaluation_may_give_tensors(tmp_path: Path) -> None:
@@ -354,6 +362,23 @@ def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
+def test_a_mistake_in_evaluate_is_found_before_the_first_step_where_no_folder_keeps_the_run(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def mistaken(model: nn.Module) -> dict[str, float]:
+        raise ZeroDivisionError
+
+    def progress(private: cw.Private, row: Any) -> None:
+        steps.append(private.steps_taken)
+
+    with pytest.raises(ZeroDivisionError):
+        trained(evaluate=mistaken, progress=progress)
+    assert steps == []
+    with pytest.raises(ZeroDivisionError):
+        trained(evaluate=mistaken, progress=progress, folder=tmp_path / "run")
+    assert trained(folder=tmp_path / "run", resume=True).statement.steps > 0  # what was made is not lost
+
+
 def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("1")
@@ -364,6 +389,16 @@ def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not empty: choose another, or resume what was begun in it$"):
         trained(folder=tmp_path / "begun")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
+
+
+def test_a_folder_that_cannot_be_written_into_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("clipwise.training.make_private", lambda *_, **__: pytest.fail("it calibrates first"))
+    with pytest.raises(InputError, match=r"cannot write into the folder .*/file/run \(Not a directory\): choose"):
+        trained(folder=tmp_path / "file" / "run")
+    assert [place.name for place in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("folder", [None, "nothing"])

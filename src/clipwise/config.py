@@ -122,7 +122,8 @@ class CompareConfig(Training):
     """Settings of ``clipwise compare``."""
 
     methods: tuple[str, ...] = option(
-        "methods separated by ';', each perhaps with its learning rate, as in 'psac; global_(10.0) @ 0.02'",
+        "methods separated by ';', each perhaps with its learning rate, as in 'psac; global_(10.0) @ 0.02'; 'no "
+        "privacy' among them measures the same network trained without it, which no ε covers",
         (
             "flat",
             "automatic",

@@ -1,7 +1,8 @@
-"""How values are written: for programs as JSON, which has no NaN and no infinity; for people an ε, rounded up.
+"""How values are written: for programs as JSON, which has no NaN and no infinity; for people in few digits.
 
 Receives: numbers, texts, lists and mappings.
-Gives: plain, the same with null for what JSON does not have; as_json, its text; rounded_up, the text of an ε.
+Gives: plain, the same with null for what JSON does not have; as_json, its text; four_digits, a number
+for people; rounded_up, an ε for people.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ def plain(value: Any) -> Any:
 def as_json(value: Any, indent: int | None = 2) -> str:
     """The value as JSON, with a line end; on one line where ``indent`` is None."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def four_digits(value: float) -> str:
+    """A number for people: four digits, and no exponent where a price or a count has none."""
+    text = f"{value:.4g}"
+    return f"{float(text):.0f}" if "e+" in text and abs(value) < 1e15 else text
 
 
 def rounded_up(epsilon: float) -> str:

@@ -63,7 +63,7 @@ class PoissonBatch:
     """The samples of one step, to be read in chunks; ``Private.step`` takes each one once, in order."""
 
     step: int
-    indices: Tensor
+    indices: Tensor = field(repr=False)  # who was drawn is secret: a notebook that shows the batch does not show it
     stream: Stream = field(repr=False)
 
     def __len__(self) -> int:

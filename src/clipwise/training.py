@@ -28,20 +28,20 @@ from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
 from clipwise.passes import PublicState
-from clipwise.plain import rounded_up
+from clipwise.plain import four_digits, rounded_up
 from clipwise.private import Private
 from clipwise.records import Loss, batch_size
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
-from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest
+from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
 from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, instead, whole
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
-    """A finished run."""
+    """A finished run; a notebook shows it in one line, and ``print(run.report)`` says all of it."""
 
     model: nn.Module  # the averaged one where an average was asked for
     statement: Statement
@@ -49,6 +49,13 @@ class Run:
     folder: Path | None
     citation: str
     diagnostics: tuple[Mapping[str, Any], ...] = ()  # what the monitor saw, as plain values; not private
+
+    def __repr__(self) -> str:
+        """What was trained how, its privacy and its last measurement."""
+        return (
+            f"<private run of {type(self.model).__name__} by {self.statement.method}, δ = {self.statement.delta:g}: "
+            f"{self._last()}>"
+        )
 
     @property
     def epsilon(self) -> float:
@@ -58,12 +65,15 @@ class Run:
     @property
     def report(self) -> str:
         """Privacy, last measurements and what to cite, as text."""
-        last = ", ".join(
-            f"{key} {rounded_up(value) if key == 'epsilon' else f'{value:.4g}'}"
+        where = f"\nwritten to {self.folder}" if self.folder else ""
+        return f"{self.statement.text()}measured: {self._last()}{where}\n\n{self.citation}"
+
+    def _last(self) -> str:
+        last = (
+            f"{key} {rounded_up(value) if key == 'epsilon' else four_digits(value)}"
             for key, value in (self.metrics[-1] if self.metrics else {}).items()
         )
-        where = f"\nwritten to {self.folder}" if self.folder else ""
-        return f"{self.statement.text()}measured: {last or 'nothing'}{where}\n\n{self.citation}"
+        return ", ".join(last) or "nothing"
 
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
@@ -90,13 +100,14 @@ def train(
 ) -> Run:
     """A whole private run; ``privacy`` is what ``make_private`` takes (method, epsilon, delta, epochs, batch, …).
 
-    ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end; ``average`` is the
-    decay of an exponential moving average of the weights, which is then what is evaluated and returned. With a
-    ``folder`` the run can be stopped at any moment and resumed, and every release counts: where the process was killed,
-    steps since the last checkpoint are made again, and a warning says to which ε that leads;
-    ``settings`` is a text to keep beside it, from which the run could be made again. A ``monitor`` looks at what
-    clipping does to its own rows, before the first step, whenever it is due and at the end, and the folder keeps what
-    it saw: not private. ``tensorboard`` also writes the curves into the folder for TensorBoard.
+    ``evaluate(model)`` gives numbers to write down, every ``evaluate_every`` steps and at the end, and without a folder
+    is tried before the first step too, so that a mistake in it does not lose the run; ``average`` is the decay of an
+    exponential moving average of the weights, which is then what is evaluated and returned. With a ``folder`` the run
+    can be stopped at any moment and resumed, and every release counts: where the process was killed, steps since the
+    last checkpoint are made again, and a warning says to which ε that leads; ``settings`` is a text to keep beside it,
+    from which the run could be made again. A ``monitor`` looks at what clipping does to its own rows, before the first
+    step, whenever it is due and at the end, and the folder keeps what it saw: not private. ``tensorboard`` also writes
+    the curves into the folder for TensorBoard.
     """
     if average is not None:
         fraction("average", average, open_end=True)
@@ -112,6 +123,8 @@ def train(
         if wanted and folder is None:
             raise InputError(f"{name} needs the folder of the run; write folder=…")
     place = RunFolder(folder, resume=True) if folder is not None and resume else None
+    if folder is not None and not resume:
+        refuse_unfit(Path(folder))  # now: calibration and the self-test take seconds
     if tensorboard:
         writer()  # it must be installed
     if resume:
@@ -125,7 +138,7 @@ def train(
     if folder is not None:
         _refuse_unwritten(private.method)
         place = place or _new_folder(folder, private, settings)  # after every check: bad input leaves no folder
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(average), use_buffers=True) if average else None
+    ema = moving_average(model, average) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
     loop = _Loop(private, schedule, average, ema, place, evaluate, monitor, board)
     if resume:
@@ -139,6 +152,11 @@ def train(
             loop.checkpoint()
             raise
         return loop.finish()
+
+
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """The exponential moving average of a model's weights and buffers."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 @dataclass
@@ -172,6 +190,8 @@ class _Loop:
         private = self.private
         if not private.steps_taken and not self.looks:
             self.look()
+        if self.folder is None:
+            self.measured()  # a mistake in it would lose the run, which no folder keeps, after its last step
         if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
             self.note(every)
             return
@@ -196,12 +216,16 @@ class _Loop:
                 self.measure()
             self.checkpoint()
 
+    def measured(self) -> dict[str, float]:
+        """What the user's function says of the model now; nothing where there is none."""
+        if self.evaluate is None:
+            return {}
+        with evaluating(self.model):
+            return _numbers(self.evaluate(self.model))
+
     def measure(self) -> None:
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
-        if self.evaluate is not None:
-            with evaluating(self.model):
-                found = self.evaluate(self.model)
-            row |= {key: value for key, value in _numbers(found).items() if key not in row}  # ε is the run's own
+        row |= {key: value for key, value in self.measured().items() if key not in row}  # ε is the run's own
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)

@@ -47,6 +47,10 @@ class Ledger:
         if self._path is not None:
             self._read(self._path)
 
+    def __repr__(self) -> str:
+        """How many releases it holds, and where."""
+        return f"<ledger of {self.releases} releases{'' if self._path is None else f' in {self._path}'}>"
+
     @property
     def entries(self) -> list[tuple[Event, int]]:
         """The releases in their order, equal neighbours as one entry with their count."""

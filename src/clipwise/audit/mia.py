@@ -42,7 +42,7 @@ class Roc:
         """Plain values; of a long curve, evenly spaced points."""
         kept = np.unique(np.linspace(0, len(self.fpr) - 1, POINTS).round().astype(int))
         curve = {"fpr": self.fpr[kept].tolist(), "tpr": self.tpr[kept].tolist()}
-        return {"area": self.area, "low": self.low, "high": self.high, **curve}
+        return {"area": self.area, "low": self.low, "high": self.high, "tpr_at_1%": self.tpr_at(0.01), **curve}
 
 
 def roc(members: Array, others: Array, confidence: float = 0.95) -> Roc:

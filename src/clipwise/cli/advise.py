@@ -38,7 +38,7 @@ from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.records.trees import on_device
 from clipwise.report.advice import COLUMNS, Advice, cost, figures, lengths, numbers, page
 from clipwise.report.figures import Figure
-from clipwise.report.folder import LEDGER, refuse_used, write
+from clipwise.report.folder import LEDGER, refuse_unfit, write
 from clipwise.report.plots import plotted
 from clipwise.report.runs import short
 from clipwise.types import Gaussian, InputError, PoissonGaussian, positive, whole
@@ -55,10 +55,10 @@ def run(config: AdviseConfig) -> str:
     """Look at gradients that may be looked at, and say what follows."""
     plan = _plan(config)
     use_threads(plan)
+    folder = Path(config.folder or new_folder(f"advise-{short(config.data)}"))
+    refuse_unfit(folder)  # now, before the data are read
     splits = splits_for(plan)
     steps, rate = steps_of(plan, len(splits.train)), min(1.0, plan.batch / len(splits.train))
-    folder = Path(config.folder or new_folder(f"advise-{short(config.data)}"))
-    refuse_used(folder)
     if config.spend is not None:
         advice, shown = _from_norms(config, plan, splits, rate, steps, folder)
     else:

@@ -28,7 +28,16 @@ from clipwise.config import AuditConfig, TrainConfig, flag, from_toml, made
 from clipwise.methods import Method
 from clipwise.plain import as_json, rounded_up
 from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, text_in, write
-from clipwise.report.runs import RECOUNT, TOO_WEAK, refuse_unfinished, stated_kinds, statement_in, too_weak
+from clipwise.report.runs import (
+    RECOUNT,
+    TOO_WEAK,
+    attacked,
+    guessed,
+    refuse_unfinished,
+    stated_kinds,
+    statement_in,
+    too_weak,
+)
 from clipwise.types import InputError, whole
 
 CONFIDENCE = "confidence of all rows together"
@@ -183,8 +192,12 @@ def _parsed(method: str) -> Method | None:
 def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for title in ("method", "audit", "claimed ε", "audited ≥", "could show", "verdict"):
+        # in a narrow terminal names go on in the next line: neither a number nor a verdict is ever cut
         table.add_column(
-            title, justify="right" if title in ("claimed ε", "audited ≥", "could show") else "left", no_wrap=True
+            title,
+            justify="right" if title in ("claimed ε", "audited ≥", "could show") else "left",
+            no_wrap=title not in ("method", "audit"),
+            overflow="fold",
         )
     labels = _labels([each.method for each in rows])
     before = ""
@@ -204,14 +217,20 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     last = [*legend, *wrong, Text(f"{privacy}, δ = {plan.delta:g}; {plan.confidence:.0%} {CONFIDENCE}; {generator}")]
     if any(each.audit == WHOLE_RUNS for each in rows):
         last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {plan.run_delta:g}"))
-    last += [Text(f"membership inference, {name}: {_area(found)}") for name, found in membership.items()]
+    last += [Text(f"membership inference, {name}: {guessed(found.as_dict())}") for name, found in membership.items()]
     if finished is not None:
         if len(membership) == 1:
             last.append(Text("for the likelihood-ratio attack, which trains more models, write --shadows 8"))
         last += [Text(finished.note), Text(f"kept in {finished.path / AUDIT}, where clipwise report finds it")]
-    failed = sum(not each.passed for each in rows)
-    last.append(Text(f"{failed} of {len(rows)} claims are false" if failed else f"all {len(rows)} claims hold"))
-    return rendered(table, Text(""), *last)
+    return rendered(table, Text(""), *last, Text(_concluded(rows)))
+
+
+def _concluded(rows: list[Verdict]) -> str:
+    if failed := sum(not each.passed for each in rows):
+        return f"{failed} of {len(rows)} claims {'is' if failed == 1 else 'are'} false"
+    if not attacked(map(asdict, rows)):
+        return "the ledger agrees with the statement; nothing was attacked"
+    return f"all {len(rows)} claims hold"
 
 
 def _labels(expressions: list[str]) -> dict[str, str]:
@@ -230,11 +249,6 @@ def _labels(expressions: list[str]) -> dict[str, str]:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else "∞" if value >= 1e4 else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
-def _area(roc: Roc) -> str:
-    found = f"{roc.tpr_at(0.01):.1%} of the members at 1% false alarms"
-    return f"area {roc.area:.3f}, 95% in [{roc.low:.3f}, {roc.high:.3f}], 0.5 is guessing; {found}"
 
 
 def _json(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:

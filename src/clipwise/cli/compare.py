@@ -1,32 +1,53 @@
 """``clipwise compare``: the same model trained by several methods, from the same initial weights.
 
 Receives: CompareConfig.
-Gives: one run's folder per method, a table of accuracy, ε and clipping bias as text or JSON, and report.html.
+Gives: one run's folder per method, a table of accuracy or error, ε and clipping bias as text or JSON, and report.html;
+of the same network without privacy, where that is asked for, no folder and no model but its last measurement alone.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
 from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
-from clipwise.cli.runs import new_folder, run_one, warn_of
-from clipwise.cli.screen import Bar, rendered
+from clipwise.cli.runs import new_folder, run_one, warn_of, without_privacy
+from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import Stopped, again, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
-from clipwise.report.answer import ACCURACY, RunNumbers, best, in_numbers, ranking
-from clipwise.report.folder import CHECKPOINT, SETTINGS, STATEMENT, RunFolder
-from clipwise.report.runs import Recorded, short
+from clipwise.report.answer import (
+    ACCURACY,
+    ERROR,
+    RunNumbers,
+    always_the_same,
+    best,
+    in_numbers,
+    privacy_costs,
+    ranking,
+)
+from clipwise.report.folder import (
+    CHECKPOINT,
+    SETTINGS,
+    STATEMENT,
+    WITHOUT,
+    RunFolder,
+    measurements,
+    refuse_unfit,
+    write,
+)
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, short
 from clipwise.types import InputError
 
 NOTE = (
@@ -34,6 +55,8 @@ NOTE = (
     "the best method by this table is a choice that the ε of its run does not cover: towards the training data it "
     "costs the ε of all runs together."
 )
+UNCOVERED = "what was trained without privacy is covered by no ε, so show this only to whoever may see the data."
+NO_PRIVACY = "no privacy"  # in the place of a method; it has a space, so that it can never be one
 
 
 @dataclass(frozen=True)
@@ -41,38 +64,43 @@ class Compared:
     """One row of the table."""
 
     method: str
-    accuracy: float
+    accuracy: float | None
+    error: float | None  # of a regression, in the place of the accuracy
     epsilon: float
     bias: float | None  # direction error at the final model: 0 is unbiased; None where nobody looked
     mean_bias: float | None  # over all looks
     clipped: float | None  # share of samples that were shortened, at the final model
     seconds: float | None  # of this call; None for a run that was finished before
     folder: str
-    baseline: float | None  # accuracy of always saying the most frequent class
+    baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which the run was first seen without finite numbers
-    best: bool  # the most accurate as it is printed, unless all are alike
+    best: bool  # the most accurate, or of the least error, as it is printed, unless all are alike
 
 
 def run(config: CompareConfig) -> str:
     """Train every method, or those that are left, and lay the results side by side."""
     if config.resume is not None:
         config = resumed(config, config.resume)
-    if not config.methods:
+    private, plain = _apart(config.methods)
+    if not private:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
     try:
-        plans = [(text, resolved(_plan(config, text))) for text in config.methods]
+        plans = [(text, resolved(_plan(config, text))) for text in private]
+        ordinary = [(text, resolved(_plan(config, text))) for text in plain]
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
+        hint = "; training without privacy is written 'no privacy'" if "privacy" in str(error).lower() else hint
         raise InputError(f"{error}{hint}") from error
     use_threads(config)
-    splits = splits_for(plans[0][1])
-    if splits.task == "regression":
-        raise InputError(f"compare measures accuracy, and {config.data} has numbers for labels: write clipwise train")
     folder = Path(config.resume or config.folder or new_folder(f"compare-{short(config.data)}"))
+    if config.resume is None:
+        refuse_unfit(folder)  # now, before the data are read
+    splits = splits_for(plans[0][1])
     if config.resume is None:
         RunFolder(folder).write(SETTINGS, to_toml(config))
     try:
         times = _made(config, plans, splits, folder)
+        without = _without(config, ordinary, splits, folder)
     except BaseException as error:
         if config.resume is None and not any(place.is_dir() for place in folder.iterdir()):  # bad input leaves none
             (folder / SETTINGS).unlink()
@@ -82,7 +110,7 @@ def run(config: CompareConfig) -> str:
         raise
     runs = read(times)
     found = in_numbers(runs)
-    most = best(found, ACCURACY)
+    most = best(found, ACCURACY) or best(found, ERROR)
     rows = [
         _compared(text, run, row, times[run.path], row in most)
         for (text, _), run, row in zip(plans, runs, found, strict=True)
@@ -91,10 +119,10 @@ def run(config: CompareConfig) -> str:
     page, together = write_report(runs, folder)[0], epsilon_together(runs)
     if config.json or config.json_lines:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
-        values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows]}
+        values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows], "no_privacy": without}
         return as_json(values, indent=None if config.json_lines else 2)
     samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
-    return "" if config.quiet else _table(rows, ranking(found), together, config.delta, samples, page)
+    return "" if config.quiet else _table(rows, without, found, together, config.delta, samples, page)
 
 
 def _made(
@@ -115,8 +143,31 @@ def _made(
             finished = run_one(begun, splits, place, bar, beside=chosen, command=again(config, folder))
             times[place] = seconds = time.monotonic() - start
             if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: accuracy {finished.metrics[-1]['accuracy']:.1%}, {seconds:.1f} s", file=sys.stderr)
+                print(f"{text}: {' '.join(quality(finished.metrics[-1]))}, {seconds:.1f} s", file=sys.stderr)
     return times
+
+
+def _without(
+    config: CompareConfig, plans: Sequence[tuple[str, TrainConfig]], splits: Splits, folder: Path
+) -> list[dict[str, Any]]:
+    """What the same network reaches without privacy, once for each text that asked for it; only that is kept."""
+    found: list[dict[str, Any]] = list(measurements(folder / WITHOUT))
+    with Bar(quiet=config.quiet) as bar:
+        for text, plan in plans:
+            if any(row["method"] == text for row in found):
+                continue
+            bar.begin(text)
+            start = time.monotonic()
+            row: dict[str, Any] = {
+                "method": text,
+                **without_privacy(plan, splits, bar),
+                "seconds": round(time.monotonic() - start, 3),
+            }
+            found.append(row)
+            write(folder / WITHOUT, "".join(as_json(each, indent=None) for each in found))
+            if not config.quiet and not sys.stderr.isatty():
+                print(f"{text}: {' '.join(quality(row))}, {row['seconds']:.1f} s", file=sys.stderr)
+    return found
 
 
 def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, most: bool) -> Compared:
@@ -124,7 +175,8 @@ def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, 
     last = own(run.looks[-1]) if run.looks and run.diverged is None else {}
     return Compared(
         method=text,
-        accuracy=run.last["accuracy"],
+        accuracy=row.accuracy,
+        error=row.error,
         epsilon=row.epsilon,
         bias=last.get("direction_error"),
         mean_bias=row.bias,
@@ -137,11 +189,17 @@ def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, 
     )
 
 
+def _apart(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The methods, and those texts that ask for training without privacy."""
+    plain = [text for text in texts if text.partition("@")[0].split() == NO_PRIVACY.split()]
+    return [text for text in texts if text not in plain], plain
+
+
 def _plan(config: CompareConfig, text: str) -> TrainConfig:
-    """The settings of one method's run: ``method`` or ``method @ learning rate``."""
+    """The settings of one method's run: ``method`` or ``method @ learning rate``; no privacy has no method."""
     shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")
-    plan = TrainConfig(**shared, method=method.strip())
+    plan = TrainConfig(**shared) if _apart([text])[1] else TrainConfig(**shared, method=method.strip())
     if not at:
         return plan
     try:
@@ -150,31 +208,48 @@ def _plan(config: CompareConfig, text: str) -> TrainConfig:
         raise InputError(f"expected METHOD @ LEARNING RATE, got {text!r}: write for instance flat @ 0.5") from None
 
 
-def _table(rows: list[Compared], ranked: str, together: float, delta: float, samples: str, page: Path) -> str:
+def _table(
+    rows: list[Compared],
+    without: list[dict[str, Any]],
+    found: list[RunNumbers],
+    together: float,
+    delta: float,
+    samples: str,
+    page: Path,
+) -> str:
+    name, of = ("error", ERROR) if rows[0].accuracy is None else ("accuracy", ACCURACY)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", vertical="bottom", overflow="fold")
-    for name in ("accuracy", "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
-        table.add_column(name, justify="right", vertical="bottom", no_wrap=True)
-    table.add_column("", vertical="bottom")
+    for title in (name, "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
+        table.add_column(title, justify="right", vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(
             Text(row.method),
-            f"{row.accuracy:.1%}",
+            of.shown(getattr(row, name)),
             rounded_up(row.epsilon),
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
             "–" if row.seconds is None else f"{row.seconds:.1f} s",
-            "most accurate" if row.best else "diverged" if row.diverged is not None else "",
             style="bold" if row.best else "",
         )
-    shown = rendered(
-        table,
-        "",
+    for plain in without:
+        table.add_row(Text(plain["method"]), of.shown(plain[name]), "none", "–", "–", "–", f"{plain['seconds']:.1f} s")
+    lost = [row.method for row in rows if row.diverged is not None]
+    lost += [plain["method"] for plain in without if not math.isfinite(plain["loss"])]
+    top = ", ".join(row.method for row in rows if row.best)
+    ranked = ranking(found)
+    lines = [
+        f"{'Least error' if name == 'error' else 'Most accurate'}: {top}." if top else "",
+        *always_the_same(found),
+        f"Diverged: {', '.join(lost)}: write a smaller learning rate behind @." if lost else "",
+        *(text.replace("*", "") for text in privacy_costs(found)),
         f"δ = {delta:g}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "
         "final model and averaged over the run; clipped: share of samples shortened at the final model.",
+        f"Error: {ROOT_MEAN_SQUARE}." if name == "error" else "",
         "Each run had gradients of its own, so own bias does not rank the methods.",
-        *([ranked] if ranked else []),
+        ranked,
         f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
-        f"{NOTE} That is {rounded_up(together)}.",
-    )
+        f"{NOTE} That is {rounded_up(together)}{f'; {UNCOVERED}' if without else '.'}",
+    ]
+    shown = rendered(table, "", *(Text(line) for line in lines if line))
     return f"{shown}Runs written to {page.parent}\nOpen {page} in a browser: which method is less biased, and why.\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -24,7 +25,8 @@ def run(config: Output) -> str:
         return as_json([asdict(row) for row in rows])
     table = Table(box=None, pad_edge=False)
     for title in ("name", "parameters", "one sample", "made for", "paper"):
-        table.add_column(title, justify="right" if title == "parameters" else "left", no_wrap=title == "name")
+        justify: JustifyMethod = "right" if title == "parameters" else "left"
+        table.add_column(title, justify=justify, no_wrap=title in ("name", "parameters"), overflow="fold")
     for row in rows:
         table.add_row(row.name, f"{row.parameters:,}".replace(",", " "), Text(str(row.shape)), row.data, row.paper)
     return rendered(table)

@@ -1,7 +1,8 @@
 """One run from its settings, in a folder.
 
 Receives: TrainConfig, resolved, and the data that it names.
-Gives: run_one, the finished Run; new_folder and warn_of, for the commands that make runs.
+Gives: run_one, the finished Run; without_privacy, a measurement of the same network trained without it; new_folder and
+warn_of, for the commands that make runs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from clipwise.start import Privacy
 from clipwise.types import InputError, whole
 
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
+CHUNK = 256  # rows that go through a model at a time, where the settings do not say
 LOOKS_APART = 50  # steps at least, so that looks cost little
 # (model, the method as it is now, steps made) → what else to measure; called at each measurement
 AtMeasurement = Callable[[nn.Module, Method, int], None]
@@ -108,6 +110,33 @@ def run_one(
     if splits.task == "classes":
         _calibrated(finished.model, splits, folder)
     return finished
+
+
+def without_privacy(config: TrainConfig, splits: Splits, bar: Bar) -> dict[str, float]:
+    """What the same network reaches by ordinary training: NOT PRIVATE, so its model is measured and not given.
+
+    *Guarantees*: the same first weights, steps, batch size, optimizer, schedule and average as a private run of these
+    settings; neither clipping nor noise, and nothing that filters what a private run releases.
+    """
+    model, _, splits = network(config, splits)
+    splits = splits.to(device_of(model))
+    steps, loss = steps_of(config, len(splits.train)), loss_of(splits, config.precision)
+    optimizer = optimizer_of(config, [each for each in model.parameters() if each.requires_grad])
+    scheduler = None if (schedule := scheduler_of(config, steps)) is None else schedule(optimizer)
+    average = None if config.average is None else training.moving_average(model, config.average)
+    draw = torch.Generator().manual_seed(config.seed)
+    for step in range(steps):
+        rows = torch.randperm(len(splits.train), generator=draw)[: config.batch]
+        for piece in rows.split(config.chunk or CHUNK):
+            (loss(model, splits.train.rows(piece)).sum() / len(rows)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        if average is not None:
+            average.update_parameters(model)
+        bar(step + 1, steps, {})
+    return measured(splits, model if average is None else average.module)
 
 
 @dataclass

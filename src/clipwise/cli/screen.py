@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from clipwise.cli import show
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, four_digits, rounded_up
 
 
 class Bar:
@@ -98,7 +98,7 @@ def _measured(row: Mapping[str, float], room: int) -> str:
 
 def quality(row: Mapping[str, float]) -> tuple[str, str]:
     """What a measurement says about the model: its name and its value."""
-    return ("accuracy", f"{row['accuracy']:.1%}") if "accuracy" in row else ("error", f"{row['error']:.4g}")
+    return ("accuracy", f"{row['accuracy']:.1%}") if "accuracy" in row else ("error", four_digits(row["error"]))
 
 
 def rendered(*parts: RenderableType) -> str:

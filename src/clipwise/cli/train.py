@@ -18,10 +18,10 @@ from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import resumed
 from clipwise.config import TrainConfig
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, four_digits, rounded_up
 from clipwise.report import read
 from clipwise.report.answer import in_numbers
-from clipwise.report.folder import refuse_used
+from clipwise.report.folder import refuse_unfit
 from clipwise.report.runs import ROOT_MEAN_SQUARE, short
 from clipwise.report.statement import counted
 from clipwise.training import Run
@@ -31,11 +31,11 @@ def run(config: TrainConfig) -> str:
     """Train, or go on training, and say what came of it."""
     config = resolved(config) if config.resume is None else resumed(config, config.resume)
     use_threads(config)
-    if config.resume is None and config.folder is not None:
-        refuse_used(Path(config.folder))  # now, before the data are read
-    splits = splits_for(config)
     name = methods.parse(config.method).name
     folder = Path(config.resume or config.folder or new_folder(f"{short(config.data)}-{name.strip('_')}"))
+    if config.resume is None:
+        refuse_unfit(folder)  # now, before the data are read
+    splits = splits_for(config)
     start = time.monotonic()
     with Bar(quiet=config.quiet, lines=config.json_lines) as bar:
         bar.begin(name)
@@ -69,7 +69,7 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     if "baseline" in last:  # without it an accuracy says little where classes are unbalanced
         same = f"{last['baseline']:.1%} by always saying the most frequent class"
         if name == "error":
-            same = f"{last['baseline']:.4g} by always saying the mean of their labels"
+            same = f"{four_digits(last['baseline'])} by always saying the mean of their labels"
         table.add_row("baseline", same)
     table.add_row(
         "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"

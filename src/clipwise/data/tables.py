@@ -43,10 +43,13 @@ def splits(source: Source) -> Splits:
     return encoded(source, [read(source, file) for file in files])
 
 
-def read(source: Source, path: Path) -> Table:
-    """The columns of a file that is written as the source says."""
+def read(source: Source, path: Path, without: str | None = None) -> Table:
+    """The columns of a file that is written as the source says.
+
+    ``without`` is a column that may be missing though the source names it; such a file may also have a line of names.
+    """
     try:
-        return (_jsonl if source.name == "jsonl" else partial(_csv, source))(file_of(source, path))
+        return (_jsonl if source.name == "jsonl" else partial(_csv, source, without))(file_of(source, path))
     except (OSError, UnicodeError, csv.Error) as error:
         encoded_otherwise = isinstance(error, UnicodeError)
         packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
@@ -55,7 +58,7 @@ def read(source: Source, path: Path) -> Table:
         raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
 
 
-def _csv(source: Source, path: Path) -> Table:
+def _csv(source: Source, without: str | None, path: Path) -> Table:
     """``separator`` and ``names`` (of the columns) say where the file has others, or no first line."""
     names = [plain(name) for name in source.listed("names")]
     tabs = path.suffix == ".tsv"
@@ -63,14 +66,20 @@ def _csv(source: Source, path: Path) -> Table:
     separator = SEPARATORS.get(given, plain(given))
     if len(separator) != 1:
         raise InputError(f"separator must be one sign or {', '.join(SEPARATORS)}, got {given!r}: write separator=;")
-    return read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs)
+    return read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs, without=without)
 
 
-def read_csv(path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool = True) -> Table:
+def read_csv(
+    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool = True, without: str | None = None
+) -> Table:
     """The columns of a text with one row per line, below a line of their names where ``names`` does not say them."""
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, skipinitialspace=True)
     rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if cells]
+    if without is not None and rows and len({*rows[0][1]} & {*names}) == len(rows[0][1]):
+        names = []  # they stand in the file too, perhaps in another order
+    elif without is not None and rows and len(rows[0][1]) == len(names) - 1:
+        names = [name for name in names if name != without]
     given = bool(names)
     if not given:
         names, rows = (rows[0][1] if rows else []), rows[1:]
@@ -170,7 +179,7 @@ def inputs(source: Source, said: Said, table: Table) -> Tensor:
 def said_of(source: Source, table: Table) -> Said:
     """What the options say; where they name no columns, all of the table's but the label are inputs."""
     if "label" not in source.options:
-        if _headless(source, table):
+        if headless(source, table):
             raise InputError(f"{source.name} needs to know the label's column: {_HEADLESS}")
         raise InputError(
             f"{source.name} needs to know the label's column, one of {_shown(table)}: write "
@@ -275,7 +284,7 @@ def _labels(label: Range | Values, cells: Cells) -> Tensor:
 def _column(source: Source, table: Table, column: str) -> Cells:
     if column not in table:
         separator = _other_separator(table)
-        if _headless(source, table) and not separator:
+        if headless(source, table) and not separator:
             raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
         hint = f"write {separator}" if separator else nearest(column, table)
         if "|" in source.options.get("columns", "") and column in source.listed("columns"):
@@ -288,7 +297,8 @@ def _column(source: Source, table: Table, column: str) -> Cells:
 _HEADLESS = "the first line seems to hold values, not names; write names=a,b,… (one for each column), then label=a:…"
 
 
-def _headless(source: Source, table: Table) -> bool:
+def headless(source: Source, table: Table) -> bool:
+    """Whether a file without a line of names was taken for one that has it."""
     return source.name == "csv" and "names" not in source.options and _like_values(table)
 
 

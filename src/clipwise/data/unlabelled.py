@@ -6,6 +6,7 @@ Gives: Unlabelled: the inputs, what the run's outputs mean, and the file's colum
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clipwise.data import images, npz, tables
-from clipwise.data.columns import Range, Values
+from clipwise.data.columns import Range, Values, meaning
 from clipwise.data.load import load
 from clipwise.data.source import Source, parsed
 from clipwise.data.text import sizes
@@ -47,10 +48,20 @@ def unlabelled(text: str, file: str) -> Unlabelled:
 
 
 def _of_table(source: Source, path: Path) -> Unlabelled:
-    table = tables.read(source, path)
+    label = meaning(source.options["label"])[0]
+    try:
+        table = tables.read(source, path, label)
+    except InputError as error:  # what it says to write is for a run that has not been made yet
+        got, *_ = re.split(", or write |: write names=", str(error))
+        raise InputError(got) from error
     named = "columns" in source.options or "text" in source.options
     said = tables.said_of(source, table if named else _trained_on(source))
     for column in said.text or said.columns:
+        if column not in table and tables.headless(source, table):  # what is in its first line may be private
+            raise InputError(
+                f"{path} must begin with a line of names, as the file of the run did, got one that seems to hold "
+                f"values: put a line above it with {', '.join(said.text or said.columns)}, in the file's order"
+            )
         if column not in table:
             raise InputError(
                 f"{path} must have every column that the run was trained on, got no {column!r} among "

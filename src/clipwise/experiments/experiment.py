@@ -182,7 +182,7 @@ def only(experiment: Experiment, patterns: Sequence[str]) -> tuple[Planned, ...]
         run for run in experiment.runs if not patterns or any(fits(run.name, pattern) for pattern in patterns)
     )
     if not found:
-        names = ", ".join(run.name for run in experiment.runs)
+        names = ", ".join(repr(run.name) for run in experiment.runs)  # there may be commas in them
         raise InputError(f"no run of {experiment.name} is called {' or '.join(patterns)}: write one of {names}")
     return found
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from clipwise.experiments.experiment import Experiment
 from clipwise.experiments.measures import Curve
+from clipwise.plain import four_digits, rounded_up
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,13 @@ PERCENT = ("accuracy", "ece", "mce", "confidence", "clipped", "off_direction")
 
 
 def formatted(quantity: str, value: float | None, *, signed: bool = False) -> str:
-    """A number for people: shares in percent, others with four digits."""
+    """A number for people: shares in percent, an ε rounded up, others with four digits."""
     if value is None or math.isnan(value):
         return "—"
     sign = "+" if signed else ""
     plain = quantity.removeprefix("mean_").removeprefix("train_")
     if any(plain == name or plain.startswith(f"{name}_") for name in PERCENT):
         return f"{100 * value:{sign}.2f} %"
-    return f"{value:{sign}.4g}"
+    if signed:
+        return f"{value:+.4g}"
+    return rounded_up(value) if quantity == "epsilon" else four_digits(value)

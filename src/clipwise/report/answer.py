@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clipwise.plain import rounded_up
+from clipwise.plain import four_digits, rounded_up
 from clipwise.report.figures import fair, left_out
-from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, attacked, comparable, own
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
@@ -49,8 +49,10 @@ class RunNumbers:
     ece: float | None
     unfound: tuple[int, ...]  # classes of which the final model finds no evaluation sample, though there are many
     audit: bool | None  # whether every claim held
+    attacked: bool  # whether that audit attacked anything, and did not add the ledger up alone
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
+    without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
 
     @property
     def said(self) -> str:
@@ -68,7 +70,7 @@ class Quantity:
 
 
 ACCURACY = Quantity(lambda row: row.accuracy, "{:.1%}".format, max)
-ERROR = Quantity(lambda row: row.error, "{:.4g}".format, min)
+ERROR = Quantity(lambda row: row.error, four_digits, min)
 ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
 NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
 
@@ -97,25 +99,27 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             ece=None if run.calibration is None else run.calibration["ece"],
             unfound=_unfound(run),
             audit=None if run.audit is None else bool(run.audit["passed"]),
+            attacked=run.audit is not None and attacked(run.audit["rows"]),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
+            without=_without(run),
         )
         for run in runs
     ]
 
 
 def answer(found: Sequence[RunNumbers]) -> list[str]:
-    """The answer, its reason, and what it leaves open."""
+    """The answer, its reason, what privacy costs where that is known, and what it leaves open."""
     if len(found) == 1:
-        return _single(found[0])
+        return [*_single(found[0]), *privacy_costs(found)]
     if not all(row.rival for row in found):
         return [APART, *(sentence for row in found for sentence in _single(row)[:1])]
     found = [row for row in found if row.diverged is None]
     if len(found) < 2:
-        return _single(found[0]) if found else [DIVERGED]
+        return [*_single(found[0]), *privacy_costs(found)] if found else [DIVERGED]
     ranks = _Ranks.of(found)
     if len(ranks.order) < 2:
-        return _quality(found, [])
+        return [*_quality(found, []), *privacy_costs(found)]
     said = [_no_difference(ranks)] if ranks.alike else [_least_and_most(ranks)]
     if not ranks.same:
         said.append(OWN)
@@ -123,7 +127,7 @@ def answer(found: Sequence[RunNumbers]) -> list[str]:
         said.append(_reason(ranks.order[0], ranks.order[-1]))
     if not ranks.alike:
         said += _noisier(found, ranks.order[0])
-    return [*said, *_quality(found, best(found, ALIGNMENT))]
+    return [*said, *_quality(found, best(found, ALIGNMENT)), *privacy_costs(found)]
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,30 @@ def ranking(found: Sequence[RunNumbers]) -> str:
     return f"On the same gradients, {'no difference in bias' if alike else 'least biased first'}: {said}.{others}"
 
 
+def privacy_costs(found: Sequence[RunNumbers]) -> list[str]:
+    """How much better the same network was without privacy than the best of the runs; nothing where nobody looked."""
+    known = [row for row in found if row.without is not None and row.diverged is None]
+    of = ERROR if any(row.error is not None for row in known) else ACCURACY
+    first = next(iter(best(known, of) or known), None)
+    if first is None or first.without is None or (reached := of.value(first)) is None:
+        return []
+    said = f"Without privacy the same network reached {of.shown(first.without)}"
+    if of is ERROR:
+        said = f"Without privacy the error of the same network was {of.shown(first.without)}"
+    # of what is printed, so that the difference is the one that a reader computes
+    lost = round(100 * first.without, 1) - round(100 * reached, 1) if of is ACCURACY else reached - first.without
+    if lost <= 0:
+        return [
+            f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'. "
+            "No ε covers that number."
+        ]
+    cost = f"{lost:.1f} percentage points" if of is ACCURACY else f"{four_digits(lost)} more of error"
+    return [
+        f"{said}: privacy costs {first.said} {cost}, at ε = {rounded_up(first.epsilon)}. That is one run too, and no ε "
+        "covers it."
+    ]
+
+
 def best(found: Sequence[RunNumbers], of: Quantity) -> list[RunNumbers]:
     """Who has the best value as it is printed; nobody where all print alike, and nobody whose run diverged."""
     ended = [row for row in found if row.diverged is None]
@@ -253,7 +281,7 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
         if row.accuracy is not None and row.accuracy <= row.baseline < 1:  # than 1 nobody could be better
             same = f"the most frequent class, which is right for {row.baseline:.1%} of the evaluation samples"
         elif row.accuracy is None and row.error is not None and row.error >= row.baseline:
-            same = f"the mean of the evaluation labels, whose error is {row.baseline:.4g}"
+            same = f"the mean of the evaluation labels, whose error is {four_digits(row.baseline)}"
         else:
             continue
         lost.setdefault(same, []).append(row)
@@ -262,6 +290,16 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
         "epochs, a larger batch, another learning rate or a larger ε."
         for same, alike in lost.items()
     ]
+
+
+def always_the_same(found: Sequence[RunNumbers]) -> list[str]:
+    """What needs no model, without which an accuracy says little where classes are unbalanced."""
+    known = next((row for row in found if row.baseline is not None), None)
+    if known is None or known.baseline is None:
+        return []
+    if known.error is not None:
+        return [f"Always saying the mean of the evaluation labels has an error of {ERROR.shown(known.baseline)}."]
+    return [f"Always saying the most frequent class is right for {ACCURACY.shown(known.baseline)}."]
 
 
 def _one_class(found: Sequence[RunNumbers]) -> str:
@@ -278,8 +316,9 @@ def _single(row: RunNumbers) -> list[str]:
     if row.accuracy is not None:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
-        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {row.error:.4g}"
+        reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {four_digits(row.error)}"
     said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
+    said += always_the_same([row])
     if row.bias is not None and row.clipped is not None:
         said.append(
             f"{row.bias:.1%} of its clipped mean gradient points away from the true one, and {row.clipped:.0%} of the "
@@ -291,8 +330,9 @@ def _single(row: RunNumbers) -> list[str]:
 def _reason(least: RunNumbers, most: RunNumbers) -> str:
     if least.spread is not None and most.spread is not None and 1.2 * least.spread < most.spread:
         mild, harsh = (_times(row.spread or 1.0) for row in (least, most))
+        mild = "" if mild == "1" else f"{mild} times "
         return (
-            f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild} times as much "
+            f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild}as much "
             f"as a long one, with {most.said} {harsh} times; unclipped, all weigh the same."
         )
     few, many = least.same_clipped or least.clipped, most.same_clipped or most.clipped
@@ -313,7 +353,7 @@ def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[
     said += _top(found, truest, ACCURACY, "most accurate model", "accuracy") or _top(
         found, truest, ERROR, "least error", "error"
     )
-    return [" ".join([*said, "One run each: small differences are chance."])] if said else []
+    return [" ".join([*said, *always_the_same(found), "One run each: small differences are chance."])] if said else []
 
 
 def _top(found: Sequence[RunNumbers], truest: Sequence[RunNumbers], of: Quantity, whose: str, what: str) -> list[str]:
@@ -345,6 +385,12 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _without(run: Recorded) -> float | None:
+    name, pick = ("error", min) if "error" in run.last else ("accuracy", max)
+    seen = [row[name] for row in run.without if name in row and math.isfinite(row["loss"])]
+    return pick(seen, default=None)
 
 
 def _unfound(run: Recorded) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,20 +27,37 @@ from clipwise.types import InputError
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
 MODEL, STATEMENT, STATEMENT_TEXT = "model.pt", "statement.json", "statement.txt"
 DIAGNOSTICS, CALIBRATION, AUDIT = "diagnostics.jsonl", "calibration.json", "audit.json"  # each only where it was made
+WITHOUT = "no-privacy.jsonl"  # beside the runs of a comparison: what was measured of the network without privacy
 HIDDEN = "private-state.pt"  # not released by any step: it must not leave the machine, and goes when the run ends
 
 FREE_SPACE = "free space or choose another folder"
 AND_RESUME = f"{FREE_SPACE}, and resume"
 
 
-def refuse_used(folder: Path) -> None:
-    """Refuse a place where something is: no run is written over another."""
+def refuse_unfit(folder: Path) -> None:
+    """Refuse a place where something is, since no run is written over another, or where nothing can be written.
+
+    *Guarantees*: what it creates to see that is gone again.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder that is new or empty: choose another")
     if folder.exists() and any(folder.iterdir()):
         begun = (folder / SETTINGS).is_file() and not (folder / STATEMENT).is_file()
         resume = ", or resume what was begun in it" if begun else ""
         raise InputError(f"the folder {folder} is not empty: choose another{resume}")
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"cannot write into the folder {folder} ({error.strerror or error}): choose another"
+        ) from error
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
 
 
 class RunFolder:
@@ -56,11 +74,8 @@ class RunFolder:
                 raise InputError(f"the run in {self.path} is finished: load its {MODEL}, or write another folder")
             raise InputError(f"there is no run to resume in {self.path}: expected a folder with {CHECKPOINT}")
         if not resume:
-            refuse_used(self.path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot create the folder {self.path} ({error.strerror or error})") from error
+            refuse_unfit(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
 
     def ledger(self) -> Ledger:
         """The run's ledger, continued where it ended."""

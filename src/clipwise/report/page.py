@@ -34,7 +34,17 @@ from clipwise.report.figures import Figure, Line, Rank, figures
 from clipwise.report.folder import write
 from clipwise.report.look import HUES, SCRIPT, STYLE
 from clipwise.report.plots import plotted
-from clipwise.report.runs import ROOT_MEAN_SQUARE, TOO_WEAK, Recorded, comparable, epsilon_together, short, too_weak
+from clipwise.report.runs import (
+    ROOT_MEAN_SQUARE,
+    TOO_WEAK,
+    Recorded,
+    attacked,
+    comparable,
+    epsilon_together,
+    guessed,
+    short,
+    too_weak,
+)
 from clipwise.report.statement import counted
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
@@ -47,6 +57,10 @@ NOT_PRIVATE = (
 BIAS = (
     "Clipping shortens long gradients, so that no sample counts for too much. The mean of what is left may point "
     "elsewhere than the true one: that is its bias."
+)
+UNCOVERED = (
+    "The number that was reached without privacy is made of the training data and covered by no ε: show it only to "
+    "whoever may see the data."
 )
 NOTHING = "Nothing was measured of these runs but their privacy."
 SMALL, WIDE, TALL = (210, 190), (420, 290), 440  # a panel of many, one alone, and two that stand on each other
@@ -187,7 +201,9 @@ def _table(found: Sequence[RunNumbers]) -> str:
                 continue
             mark = " best" if row in first[column.title] else ""
             cells.append(f'<td class="num{mark}" data-v="{value!r}">{column.of.shown(value)}</td>')
-        verdict = "" if row.audit is None else " · audited" if row.audit else " · audit: FALSE claim"
+        verdict = "" if row.audit is None else " · audit: FALSE claim"
+        if row.audit:
+            verdict = " · audited" if row.attacked else " · ledger recounted"
         verdict += "" if row.diverged is None else f" · <strong>diverged at step {row.diverged}</strong>"
         lines.append(
             f'<tr data-run="{number}"><th scope=row data-v="{escape(row.name, quote=True)}">{_swatch(number)}'
@@ -238,6 +254,8 @@ def _privacy(runs: Sequence[Recorded]) -> str:
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
             f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}.</p>"
         )
+    if any(run.without for run in runs):
+        said.append(f"<p>{UNCOVERED}</p>")
     for number, run in enumerate(runs):
         stated = run.statement
         said.append(
@@ -265,14 +283,20 @@ def _audit(run: Recorded) -> str:
         for row in rows
     )
     weak = f" {TOO_WEAK}." if any(row["passed"] and too_weak(row) for row in rows) else ""
-    verdict = "every claim holds" if run.audit["passed"] else "<strong>a claim is FALSE</strong>"
+    verdict = "every claim holds" if attacked(rows) else "the ledger agrees with the statement; nothing was attacked"
+    if not run.audit["passed"]:
+        verdict = "<strong>a claim is FALSE</strong>"
+    guesses = "".join(
+        f"<p>Membership inference, {escape(name)}: {escape(guessed(roc))}.</p>"
+        for name, roc in run.audit.get("membership", {}).items()
+    )
     return (
         f"<p>Audit: {verdict}. An attack’s lower bound on ε must not be above what is claimed; <em>could show</em> is "
         f"the ε that it would have shown had it never been wrong.{weak} {escape(str(run.audit.get('note', '')))}</p>"
         "<div class=scroll role=region aria-label='Audit' tabindex=0><table><thead><tr><th scope=col>audit</th>"
         "<th scope=col class=num>claimed ε</th><th scope=col class=num>shown ≥</th>"
         "<th scope=col class=num>could show</th>"
-        f"<th scope=col>verdict</th></tr></thead><tbody>{lines}</tbody></table></div>"
+        f"<th scope=col>verdict</th></tr></thead><tbody>{lines}</tbody></table></div>{guesses}"
     )
 
 

@@ -32,6 +32,7 @@ from clipwise.report.folder import (
     SETTINGS,
     STATEMENT,
     STATEMENT_TEXT,
+    WITHOUT,
     lines,
     measurements,
     text_in,
@@ -60,6 +61,7 @@ class Recorded:
     audit: Values | None = None
     settings: Values | None = None
     stated: str = ""  # the statement for people
+    without: tuple[Values, ...] = ()  # measurements of the same network without privacy, in the same comparison
 
     @property
     def method(self) -> Method:
@@ -69,8 +71,8 @@ class Recorded:
             return methods.parse(said)
         except InputError as error:  # one of the user's own
             raise InputError(
-                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: read its "
-                f"{STATEMENT_TEXT} and {METRICS}"
+                f"no page can be made of {self.path}, whose method {said} is not clipwise's own: in a program that has "
+                f"it, write clipwise.METHODS[name] = its function, and then clipwise.cli.main(), which is this command"
             ) from error
 
     @property
@@ -159,6 +161,17 @@ def too_weak(row: Values) -> bool:
     return row["audit"] != RECOUNT and claimed is not None and ceiling is not None and bool(ceiling < claimed)
 
 
+def attacked(rows: Iterable[Values]) -> bool:
+    """Whether these rows of an audit attack anything: adding a ledger up again does not."""
+    return any(row["audit"] != RECOUNT for row in rows)
+
+
+def guessed(roc: Values) -> str:
+    """How well a membership inference told members from others, in words."""
+    found = f"; {roc['tpr_at_1%']:.1%} of the members at 1% false alarms" if "tpr_at_1%" in roc else ""
+    return f"area {roc['area']:.3f}, 95% in [{roc['low']:.3f}, {roc['high']:.3f}], 0.5 is guessing{found}"
+
+
 def short(data: str) -> str:
     """The data's name without where it lies and which part is taken: for titles, and as a part of a file name."""
     head = data.partition("?")[0]
@@ -192,6 +205,7 @@ def _read(place: Path) -> Recorded:
             audit=_json(place / AUDIT),
             settings=tomllib.loads(text_in(place / SETTINGS)) if (place / SETTINGS).is_file() else None,
             stated=text_in(place / STATEMENT_TEXT),
+            without=tuple(measurements(place.parent / WITHOUT)),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
