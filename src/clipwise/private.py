@@ -33,7 +33,7 @@ from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
-from clipwise.records.states import Modes, modes, restored
+from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device
 from clipwise.refusals import refuse_gradients, refuse_inference
@@ -137,6 +137,7 @@ class Private:
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: set[Modes] = set()  # those that were self-tested
+        self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
         self._draws = SecretDraws(model, data)
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
@@ -301,15 +302,18 @@ class Private:
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
 
+        buffers = Buffers(self.model)
+
         def computed() -> tuple[PrivateSum, Observed, Momenta | None]:
             momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
-            chunks = self._gradients(batch, momenta)
+            chunks = self._gradients(batch, momenta, buffers)
             return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
 
         with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
             private, self.observed, momenta = self._draws.computed(
                 batch.stream, self._mode, computed, empty=not len(self._indices)
             )
+        self._test_written(buffers, parameters)
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -414,9 +418,23 @@ class Private:
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
-                for phase in {phase.probe: phase for phase in self.method.phases}.values():
-                    self_test.run(self._passes, phase, self.state)
+                phases = {phase.probe: phase for phase in self.method.phases}.values()
+                self._writes[mode] = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
             self._tested.add(mode)
+
+    def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
+        """The self-test again, where a step wrote to buffers that nothing was written to in it: statistics begin late.
+
+        What was written is gone then, whether it is refused or not.
+        """
+        if self._mode not in self._tested:
+            return
+        written = buffers.written()
+        if written - self._writes[self._mode]:
+            buffers.put_back()
+            self._tested.remove(self._mode)
+            self.test_mode(trained)
+            self._writes[self._mode] |= written
 
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
@@ -430,9 +448,10 @@ class Private:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
-    def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
+    def _gradients(self, batch: PoissonBatch, momenta: Momenta | None, buffers: Buffers) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
-        for samples, gradients in self._passes.gradients(self.method, self._indices, batch.stream, self.state):
+        found = self._passes.gradients(self.method, self._indices, batch.stream, self.state, buffers)
+        for samples, gradients in found:
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
 
