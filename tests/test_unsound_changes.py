@@ -372,6 +372,43 @@ def test_a_loss_that_skips_a_batch_with_a_sample_that_is_not_finite_is_refused()
         private_for(loss=loss)
 
 
+class Hooked(nn.Module):
+    """Two layers, and something that is done to the gradient between them."""
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.hook = nn.Linear(6, 8), nn.Linear(8, 3), hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        if between.requires_grad:
+            between.register_hook(self.hook)
+        return self.last(between)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda gradient: gradient * (100 / gradient.norm()).clamp(max=1),
+        lambda gradient: torch.zeros_like(gradient) if gradient.isnan().any() else gradient,
+    ],
+    ids=["clipped", "skipped"],
+)
+def test_a_limit_for_the_gradient_of_the_whole_batch_is_refused_before_it_is_reached(hook: Any) -> None:
+    with pytest.raises(Refused, match="backward pass mixes the samples"):
+        private_for(Hooked(hook))
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_a_limit_for_the_gradient_of_each_sample_passes(rows: int) -> None:
+    private_for(
+        Hooked(lambda gradient: gradient * (100 / gradient.norm(dim=1, keepdim=True)).clamp(max=1)),
+        (X[:rows], Y[:rows]),
+        batch=1,
+        delta=1e-4,
+    )
+
+
 @pytest.mark.parametrize(
     "loss",
     [

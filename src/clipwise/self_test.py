@@ -35,7 +35,7 @@ from clipwise.records.checks import (
     self_test,
 )
 from clipwise.records.displacement import Own
-from clipwise.records.extremes import refuse_extremes
+from clipwise.records.extremes import refuse_extreme_gradients, refuse_extremes
 from clipwise.records.states import Buffers, held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
 from clipwise.records.trees import mapped
@@ -70,6 +70,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
     refuse_extremes(passes.model, loss, shown)
+    refuse_extreme_gradients(passes.model, loss, shown)
 
     def gradients(places: Tensor) -> SampleGradients:
         own = each[int(places)] if len(places) == 1 else rows
