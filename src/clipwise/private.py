@@ -6,6 +6,8 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,14 +33,15 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
+from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.tf32 import full_on_cpu
-from clipwise.records.trees import on_device
+from clipwise.records.trees import on_device, tensors
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
-from clipwise.sampling import poisson
+from clipwise.sampling import chunks, poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
@@ -306,8 +309,8 @@ class Private:
 
         def computed() -> tuple[PrivateSum, Observed, Momenta | None]:
             momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
-            chunks = self._gradients(batch, momenta, buffers)
-            return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
+            gradients = self._gradients(batch, momenta, buffers)
+            return *private_sum(method, parameters, gradients, most=most, alone=alone), momenta
 
         with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
             private, self.observed, momenta = self._draws.computed(
@@ -439,6 +442,17 @@ class Private:
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
         self._passes.fit_chunk(self.method)
+
+    @functools.cached_property
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all samples in their order: 32 bytes. Not private."""
+        found = hashlib.sha256()
+        with kept(()):
+            seeded(0)  # what is drawn in reading is drawn alike
+            for piece in chunks(torch.arange(len(self.data), device="cpu"), self._passes.chunk):
+                for column in tensors(self.data.rows(piece)):
+                    found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
     def rows(self, samples: Tensor) -> Batch:
         """The data of these samples, on the model's device. Not private."""
