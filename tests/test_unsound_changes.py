@@ -401,12 +401,9 @@ def test_a_limit_for_the_gradient_of_the_whole_batch_is_refused_before_it_is_rea
 
 @pytest.mark.parametrize("rows", [1, 2, ROWS])
 def test_a_limit_for_the_gradient_of_each_sample_passes(rows: int) -> None:
-    private_for(
-        Hooked(lambda gradient: gradient * (100 / gradient.norm(dim=1, keepdim=True)).clamp(max=1)),
-        (X[:rows], Y[:rows]),
-        batch=1,
-        delta=1e-4,
-    )
+    model = Hooked(lambda gradient: gradient * (100 / gradient.norm(dim=1, keepdim=True)).clamp(max=1))
+    with torch.autograd.set_detect_anomaly(True):  # which looks for gradients that are not finite
+        private_for(model, (X[:rows], Y[:rows]), batch=1, delta=1e-4)
 
 
 @pytest.mark.parametrize(
