@@ -996,6 +996,14 @@ def test_what_was_spent_before_is_not_called_steps_of_this_run(capsys: pytest.Ca
     assert "4 × Poisson, rate 0.25, multiplier 1" in " ".join(page.split())
 
 
+@pytest.mark.parametrize("words", [("--spent", "one", "--spent", "two"), ("--spent", "one", "two")])
+def test_every_folder_of_what_was_spent_before_counts(words: tuple[str, ...], here: Path) -> None:
+    for name, noise in (("one", "1"), ("two", "2")):
+        assert main(small("--folder", name, "--noise-multiplier", noise, "--quiet")) == 0
+    assert main(small("--folder", "third", "--quiet", *words)) == 0
+    assert json.loads((here / "third" / "statement.json").read_text())["releases"] == 4 + 4 + 4
+
+
 def test_a_second_ctrl_c_does_not_wait() -> None:
     # whoever starts the tests in the background may have told them to ignore the signal
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

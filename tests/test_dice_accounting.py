@@ -334,6 +334,13 @@ def test_a_block_s_later_releases_are_counted_and_cost_nothing_more():
     assert as_dp_event(goes_on) == dp_accounting.NoOpDpEvent()
 
 
+@pytest.mark.parametrize("first", [[], [(BlockGaussian(100.0, 0.2, True), 1)], [(BlockGaussian(2.0, 0.2, True), 0)]])
+def test_what_is_within_a_block_that_nobody_began_is_not_free(first):
+    """As in a ledger whose first lines are lost: ε would be 0, or that of some other block."""
+    alone = spent([*first, (BlockGaussian(2.0, 0.2, False), 9)], 1e-5)
+    assert alone >= spent([(PoissonGaussian(2.0, 0.2), 9)], 1e-5)
+
+
 def test_each_plan_says_what_to_draw_from_and_what_to_record():
     assert Plan("full", 2.0, 3.0, 0.1).event(1.5) == MemoryGaussian(1.5, 0.1, 3.0)
     assert Plan("none", 2.0, 3.0, 0.1).event(1.5, 7) == PoissonGaussian(1.5, 0.1)

@@ -352,6 +352,7 @@ def own(weigh: Any) -> Method:
     [
         lambda n: 1 / torch.maximum(n, n.mean()),
         lambda n: torch.where(n <= n.median(), 1 / n, 0.0),
+        lambda n: torch.where(n >= n.topk(min(64, len(n))).values[-1], 1 / n, 0.0),  # of few, all
         lambda n: torch.rand_like(n) / n,
     ],
 )

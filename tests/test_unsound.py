@@ -564,11 +564,13 @@ def test_a_run_is_not_resumed_with_another_method_or_other_releases_before_it(
         run(tmp_path / "run", resume=True, **after)
 
 
-def test_momentum_of_each_sample_is_not_resumed_with_one_sample_fewer(tmp_path: Path) -> None:
-    def run(rows: int, **how: Any) -> None:
+def test_momentum_of_each_sample_is_resumed_with_the_same_samples_in_their_order(tmp_path: Path) -> None:
+    """One more or fewer, or shuffled again, one sample's momentum would be another's: it would move two terms."""
+
+    def run(which: list[int], **how: Any) -> None:
         plan = {"noise_multiplier": 1.0, "steps": 4, "delta": 1e-3, "noise": 1, "self_test": False}
         method = "momentum_per_sample(flat(1.0), rate=0.5)"
-        cw.train(nn.Linear(3, 2), cw.cross_entropy, (X[:rows], Y[:rows]), method=method, batch=rows,
+        cw.train(nn.Linear(3, 2), cw.cross_entropy, (X[which], Y[which]), method=method, batch=len(which),
                  folder=tmp_path / "run", **plan, **how)  # fmt: skip
 
     def stop(private: cw.Private, *_: Any) -> None:
@@ -576,9 +578,12 @@ def test_momentum_of_each_sample_is_not_resumed_with_one_sample_fewer(tmp_path: 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(ROWS, progress=stop)
+        run([*range(ROWS)], progress=stop)
     with pytest.raises(InputError, match="samples must be what the run began with, 12, got 11"):
-        run(ROWS - 1, resume=True)
+        run([*range(ROWS - 1)], resume=True)
+    with pytest.raises(Refused, match="one's momentum would become another's"):
+        run([*range(ROWS)][::-1], resume=True)
+    run([*range(ROWS)], resume=True)
 
 
 def test_a_ledger_that_lost_what_was_spent_before_the_run_is_refused(tmp_path: Path) -> None:

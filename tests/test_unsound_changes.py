@@ -207,6 +207,15 @@ def test_a_module_that_is_exchanged_for_another_of_its_kind_or_switched_is_teste
         private.step(next(private.batches()))
 
 
+def test_a_module_that_is_switched_by_a_name_is_tested() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), Centred(""), nn.Linear(8, 3))
+    private = private_for(model)
+    private.step(next(private.batches()))
+    model[1].on = "always"
+    with pytest.raises(Refused, match="mixes the samples"):
+        private.step(next(private.batches()))
+
+
 def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
     """Memory is used again, and with it the number of a function."""
     model, seen = nn.Linear(6, 3), set[Any]()
@@ -228,6 +237,88 @@ def test_a_hook_that_is_exchanged_for_another_is_tested() -> None:
     with pytest.raises(Refused, match="buffer seen is computed from the batch"):
         private.step(next(private.batches()))
     assert not model.seen.any()
+
+
+class Late(nn.Module):
+    """A layer that may keep a mean of its inputs, in some way, once a number says so, which is no switch."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.layer, self.keep, self.rate = nn.Linear(6, 3), keep, 0.0
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate:
+            self.keep(self, self.rate * x.detach().mean(0))
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda module, mean: module.mean.add_(mean),
+        lambda module, mean: module.mean.data.add_(mean),
+        lambda module, mean: setattr(module, "mean", mean),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_buffer_that_the_batch_is_written_into_only_later_is_refused_and_left_as_it_was(
+    keep: Any, steps: int
+) -> None:
+    """As the observers of quantisation, which are switched by a number in a buffer."""
+    model = Late(keep)
+    private = private_for(model)
+    for _ in range(steps):
+        private.step(next(private.batches()))
+    model.rate = 0.1
+    with pytest.raises(Refused, match=r"batch|samples"):
+        private.step(next(private.batches()))
+    assert not model.mean.any() and private.ledger.releases == steps
+
+
+class Counting(nn.Module):
+    """A layer that counts its passes, once it is told to, in a buffer as a temperature that falls would."""
+
+    def __init__(self, counts: float = 1.0) -> None:
+        super().__init__()
+        self.layer, self.counts = nn.Linear(6, 3), counts
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.counts
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("method", ["flat()", "p_average(flat(), 2)"])
+def test_how_many_chunks_a_step_had_is_not_left_in_a_buffer(method: str) -> None:
+    model = Counting()
+    private = private_for(model, chunk=8, method=method)
+    for batch in private.batches():
+        private.step(batch)
+    assert model.passes == private.steps
+
+
+def test_a_spectral_norm_in_chunks_ends_as_in_one() -> None:
+    """The vectors of its power iteration move in every pass."""
+    found = []
+    for chunk in (8, 64):
+        torch.manual_seed(0)
+        model = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        private = private_for(model, chunk=chunk)
+        for batch in private.batches():
+            private.step(batch)
+        found.append({name: value for name, value in model.named_buffers() if name.endswith("_u")})
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_buffer_that_counts_only_later_is_no_statistic() -> None:
+    model = Counting(0.0)
+    private = private_for(model)
+    private.step(next(private.batches()))
+    model.counts = 1.0
+    for batch in private.batches():
+        private.step(batch)
+    assert private.steps_taken == private.steps
 
 
 @pytest.mark.parametrize("name", ["collate", "dataset"])
@@ -279,6 +370,40 @@ def test_a_loss_that_skips_a_batch_with_a_sample_that_is_not_finite_is_refused()
 
     with pytest.raises(Refused, match=r"mixes .* one sample that is not a number .* skip no batch"):
         private_for(loss=loss)
+
+
+class Hooked(nn.Module):
+    """Two layers, and something that is done to the gradient between them."""
+
+    def __init__(self, hook: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.hook = nn.Linear(6, 8), nn.Linear(8, 3), hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        if between.requires_grad:
+            between.register_hook(self.hook)
+        return self.last(between)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda gradient: gradient * (100 / gradient.norm()).clamp(max=1),
+        lambda gradient: torch.zeros_like(gradient) if gradient.isnan().any() else gradient,
+    ],
+    ids=["clipped", "skipped"],
+)
+def test_a_limit_for_the_gradient_of_the_whole_batch_is_refused_before_it_is_reached(hook: Any) -> None:
+    with pytest.raises(Refused, match="backward pass mixes the samples"):
+        private_for(Hooked(hook))
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_a_limit_for_the_gradient_of_each_sample_passes(rows: int) -> None:
+    model = Hooked(lambda gradient: gradient * (100 / gradient.norm(dim=1, keepdim=True)).clamp(max=1))
+    with torch.autograd.set_detect_anomaly(True):  # which looks for gradients that are not finite
+        private_for(model, (X[:rows], Y[:rows]), batch=1, delta=1e-4)
 
 
 @pytest.mark.parametrize(

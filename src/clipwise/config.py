@@ -61,9 +61,9 @@ class Training(Output):
     noise_seed: int | None = option(
         "seeded noise, for tests only: whoever knows the seed can subtract it", None, group="privacy"
     )
-    spent: str | None = option(
-        "folder of an earlier use of the same data, such as an advice's: its releases count towards epsilon",
-        None,
+    spent: tuple[str, ...] = option(
+        "folders of earlier uses of the same data, such as an advice's: their releases count towards epsilon",
+        (),
         group="privacy",
     )
     self_test: bool = option("check the gradients of a few samples before training", True, group="privacy")
@@ -208,8 +208,8 @@ class AdviseConfig(Output):
         None,
         group="privacy",
     )
-    spent: str | None = option(
-        "folder of an earlier use of the same data: its releases count towards epsilon", None, group="privacy"
+    spent: tuple[str, ...] = option(
+        "folders of earlier uses of the same data: their releases count towards epsilon", (), group="privacy"
     )
     epsilon: float | None = option("of the planned run; 3 unless given", None, group="privacy")
     noise_multiplier: float | None = option("of the planned run, instead of epsilon", None, group="privacy")

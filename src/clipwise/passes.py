@@ -21,7 +21,7 @@ from clipwise.randomness import Stream
 from clipwise.records import Capture, SampleGradients, batch_size, device_of
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
-from clipwise.records.states import unmoved
+from clipwise.records.states import Buffers, unmoved
 from clipwise.records.trees import on_device
 from clipwise.sampling import chunks, largest_batch, units
 from clipwise.types import Batch, Gradient, InputError, Refused
@@ -128,18 +128,24 @@ class Passes:
         )
 
     def gradients(
-        self, method: Method, samples: Tensor, stream: Stream, state: PublicState
+        self, method: Method, samples: Tensor, stream: Stream, state: PublicState, buffers: Buffers
     ) -> Iterator[tuple[Tensor, SampleGradients]]:
-        """Samples and their v_i, chunk by chunk; units of several samples come whole."""
+        """Samples and their v_i, chunk by chunk; units of several samples come whole.
+
+        Each chunk meets the same ``buffers``, and the last one's stay: what a pass writes into them (a count of passes,
+        a spectral norm's vectors) would else tell how many chunks there were, and so how many samples.
+        """
         size = self.at_once(method)
         # one seed for the step: a sample's views and companions are its own, whatever the chunks
         seed = int(stream.uniform(1).item() * 2**53) if method.probe is not None else 0
         if method.unit == 1:
             for piece in chunks(samples, size):
+                buffers.put_back()
                 yield piece, probed(method, self.engine(piece, seed, state), self.rows(piece))
             return
         for padded, keep in units(samples, round(self.expected_batch / method.unit), size, stream):
             piece = padded.flatten()
+            buffers.put_back()
             found = probed(method, self.engine(piece, seed, state), self.rows(piece))
             # the group's expected size, a public constant, in the place of its own
             yield piece, (1 / method.unit) * found.masked(keep.flatten().to(self.device)).merged(padded.shape[1])

@@ -6,6 +6,8 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,14 +33,15 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
+from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
-from clipwise.records.states import Modes, modes, restored
+from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.tf32 import full_on_cpu
-from clipwise.records.trees import on_device
+from clipwise.records.trees import on_device, tensors
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
-from clipwise.sampling import poisson
+from clipwise.sampling import chunks, poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
@@ -137,6 +140,7 @@ class Private:
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: set[Modes] = set()  # those that were self-tested
+        self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
         self._draws = SecretDraws(model, data)
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
@@ -301,15 +305,18 @@ class Private:
         most = self._passes.at_once(method)
         alone = method.unit == 1 and len(self._indices) <= most
 
+        buffers = Buffers(self.model)
+
         def computed() -> tuple[PrivateSum, Observed, Momenta | None]:
             momenta = None if method.recall is None else Momenta(method.recall, self._hidden)
-            chunks = self._gradients(batch, momenta)
-            return *private_sum(method, parameters, chunks, most=most, alone=alone), momenta
+            gradients = self._gradients(batch, momenta, buffers)
+            return *private_sum(method, parameters, gradients, most=most, alone=alone), momenta
 
         with full_on_cpu() if self._passes.device.type == "cpu" else nullcontext():
             private, self.observed, momenta = self._draws.computed(
                 batch.stream, self._mode, computed, empty=not len(self._indices)
             )
+        self._test_written(buffers, parameters)
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -414,13 +421,38 @@ class Private:
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
-                for phase in {phase.probe: phase for phase in self.method.phases}.values():
-                    self_test.run(self._passes, phase, self.state)
+                phases = {phase.probe: phase for phase in self.method.phases}.values()
+                self._writes[mode] = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
             self._tested.add(mode)
+
+    def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
+        """The self-test again, where a step wrote to buffers that nothing was written to in it: statistics begin late.
+
+        What was written is gone then, whether it is refused or not.
+        """
+        if self._mode not in self._tested:
+            return
+        written = buffers.written()
+        if written - self._writes[self._mode]:
+            buffers.put_back()
+            self._tested.remove(self._mode)
+            self.test_mode(trained)
+            self._writes[self._mode] |= written
 
     def fit_chunk(self) -> None:
         """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
         self._passes.fit_chunk(self.method)
+
+    @functools.cached_property
+    def fingerprint(self) -> Tensor:
+        """SHA-256 of all samples in their order: 32 bytes. Not private."""
+        found = hashlib.sha256()
+        with kept(()):
+            seeded(0)  # what is drawn in reading is drawn alike
+            for piece in chunks(torch.arange(len(self.data), device="cpu"), self._passes.chunk):
+                for column in tensors(self.data.rows(piece)):
+                    found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
     def rows(self, samples: Tensor) -> Batch:
         """The data of these samples, on the model's device. Not private."""
@@ -430,9 +462,10 @@ class Private:
         """Where a method's probe looks from, for these samples in this step."""
         return self._passes.engine(samples, seed, self.state)
 
-    def _gradients(self, batch: PoissonBatch, momenta: Momenta | None) -> Iterator[SampleGradients]:
+    def _gradients(self, batch: PoissonBatch, momenta: Momenta | None, buffers: Buffers) -> Iterator[SampleGradients]:
         """v_i chunk by chunk, each sample's with its own momentum where the method has one."""
-        for samples, gradients in self._passes.gradients(self.method, self._indices, batch.stream, self.state):
+        found = self._passes.gradients(self.method, self._indices, batch.stream, self.state, buffers)
+        for samples, gradients in found:
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
 

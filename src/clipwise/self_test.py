@@ -1,7 +1,7 @@
 """Before the first step, and whenever the model's mode changes: what training computes is made of single samples.
 
 Receives: what goes through the model, and by which method.
-Gives: run, which says nothing, or an error that names what is wrong and what to write.
+Gives: run, which says to which buffers passes write, or raises an error that names what is wrong and what to write.
 
 Four samples are looked at closely (``records.checks``). Then as many as a step may have, at places drawn afresh, are
 read and computed together, and once more in pieces, each read by itself: losses, gradients and buffers must agree.
@@ -35,8 +35,8 @@ from clipwise.records.checks import (
     self_test,
 )
 from clipwise.records.displacement import Own
-from clipwise.records.extremes import refuse_extremes
-from clipwise.records.states import held, restored, unmoved
+from clipwise.records.extremes import refuse_extreme_gradients, refuse_extremes
+from clipwise.records.states import Buffers, held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
 from clipwise.records.trees import mapped
 from clipwise.step import Rule
@@ -48,8 +48,11 @@ SEEDS = 8  # for what draws at random, at the size of a step
 TINY = 1e-3  # losses of this size and below are compared as if they were of it: rounding is of the outputs' size
 
 
-def run(passes: Passes, method: Method, state: PublicState) -> None:
-    """Test the model with the rows that the method gives it: with views or public companions, say."""
+def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
+    """Test the model with the rows that the method gives it: with views or public companions, say.
+
+    Gives the buffers that a pass writes to, none of which is made of the batch.
+    """
     samples = len(passes.data)
     # far apart: neighbours may be alike, and then changing one into another would change nothing
     few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64, device="cpu").round().long()
@@ -67,13 +70,16 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
     shown = _shown(passes, method, few, rows)
     self_test(passes.model, loss, shown)
     refuse_extremes(passes.model, loss, shown)
+    refuse_extreme_gradients(passes.model, loss, shown)
 
     def gradients(places: Tensor) -> SampleGradients:
         own = each[int(places)] if len(places) == 1 else rows
         return probed(method, replace(passes.engine(few[places], 0, state), fast=None, capture=capture), own)
 
     alone_as_together(passes.model, gradients, len(few), partial(_terms, method))
+    buffers = Buffers(passes.model)
     half, look = in_half(capture(shown)), 0
+    written = buffers.written()
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw, device="cpu")
         try:
@@ -81,6 +87,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> None:
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
+    return written
 
 
 def _terms(method: Method, gradients: SampleGradients) -> dict[str, Tensor]:

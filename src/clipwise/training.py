@@ -38,6 +38,8 @@ from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import InputError, Refused, fraction, instead, whole
 
+WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
+
 
 @dataclass(frozen=True, repr=False)
 class Run:
@@ -279,7 +281,8 @@ class _Loop:
             "public": vars(self.private.state),
         }
         if self.private.hidden is not None:  # first: a later private state with an earlier model is as sound
-            self.folder.save(HIDDEN, self.private.hidden)
+            whose = {} if self.private.method.recall is None else {WHOSE: self.private.fingerprint}
+            self.folder.save(HIDDEN, self.private.hidden | whose)
         self.folder.save(CHECKPOINT, state)
 
     def _refuse_another(self, state: Mapping[str, Any]) -> None:
@@ -312,6 +315,11 @@ class _Loop:
             )
         self.private.record_in(ledger)
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
+        if hidden and WHOSE in hidden and not torch.equal(hidden.pop(WHOSE), self.private.fingerprint):
+            raise Refused(
+                "the samples are not those of the run, in their order, so that one's momentum would become another's "
+                "and move two terms of the sum: resume with the same data in the same order"
+            )
         same = state["method"] == str(self.private.method)  # it need not be one that has an expression
         method = self.private.method if same else methods.parse(state["method"])
         self.private.resumed(state["step"], method, PublicState(**state["public"]), hidden, state["used"])

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from clipwise.types import (
@@ -129,10 +130,17 @@ def discretisation(entries: Iterable[tuple[Event, int]]) -> float:
 
 
 def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
-    """How often each cost occurs: the order of releases does not matter to their composition."""
+    """How often each cost occurs: the order of releases does not matter to their composition.
+
+    Within a block that no release of the same noise and rate began, nobody has paid: each costs as if it began one.
+    """
     counts: Counter[Cost] = Counter()
+    entries = list(entries)
+    begun = {event for event, count in entries if isinstance(event, BlockGaussian) and event.begins and count}
     for event, count in entries:
         found = cost(event)
+        if isinstance(event, BlockGaussian) and found is None and (first := replace(event, begins=True)) not in begun:
+            found = cost(first)
         if whole("count", count, least=0) and found is not None:
             counts[found] += count
     return counts

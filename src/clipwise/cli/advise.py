@@ -190,7 +190,7 @@ def _from_norms(
             "biased: for that, give public data with --public."
         ),
         measured_on=f"all {len(splits.train)} private samples, through noise",
-        command=_command(replace(plan, spent=str(folder)), method, clip),
+        command=_command(replace(plan, spent=(str(folder),)), method, clip),
         epsilon_spent=spent([(event, 1)], plan.delta, plan.accountant),
         epsilon_with_run=both,
     )

@@ -57,6 +57,8 @@ def _typed(name: str, value: Any) -> list[str]:
     """One setting as it is typed."""
     if isinstance(value, bool):
         return [flag(name) if value else _no(name)]
+    if isinstance(value, tuple):
+        return [flag(name), *value]
     return [flag(name), repr(value).removesuffix(".0") if isinstance(value, float) else str(value)]
 
 
@@ -121,8 +123,8 @@ def _add(group: argparse._ArgumentGroup, each: dataclasses.Field[Any], kind: typ
         group.add_argument(flag(each.name), dest=each.name, action="store_true", help=argparse.SUPPRESS)
     elif kind is bool:
         group.add_argument(flag(each.name), dest=each.name, action="store_true", help=text)
-    elif kind is tuple:
-        group.add_argument(flag(each.name), metavar="NAME", nargs="+", help=text)
+    elif kind is tuple:  # extend: the option given twice adds up, since what was spent must not get lost
+        group.add_argument(flag(each.name), metavar="NAME", nargs="+", action="extend", help=text)
     else:
         shown = "" if each.default is None else f" [{each.default}]"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]

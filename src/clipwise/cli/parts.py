@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,14 +239,17 @@ def scheduler_of(config: TrainConfig, steps: int) -> Callable[[Optimizer], LRSch
     return partial(CosineAnnealingLR, T_max=steps) if config.schedule == "cosine" else None
 
 
-def spent_before(folder: str | None) -> Ledger | None:
-    """What an earlier use of the same data released."""
-    if folder is None:
+def spent_before(folders: Sequence[str]) -> Ledger | None:
+    """What earlier uses of the same data released, together."""
+    if not folders:
         return None
-    place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
-    if not place.is_file():
-        raise InputError(f"there is no {LEDGER} in {folder}: --spent takes the folder of an earlier run or advice")
-    ledger = Ledger(place)
-    if (place.parent / STATEMENT).is_file():  # of a finished run
-        refuse_other_releases(place.parent, statement_in(place.parent), ledger)
-    return ledger
+    together = Ledger()
+    for folder in folders:
+        place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)
+        if not place.is_file():
+            raise InputError(f"there is no {LEDGER} in {folder}: --spent takes folders of earlier runs or advice")
+        ledger = Ledger(place)
+        if (place.parent / STATEMENT).is_file():  # of a finished run
+            refuse_other_releases(place.parent, statement_in(place.parent), ledger)
+        together.extend(ledger.entries)
+    return together

@@ -20,6 +20,7 @@ from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post, identity
 from clipwise.randomness import SeededStream
 from clipwise.records import Capture, Loss, trainable
+from clipwise.records.states import Buffers
 from clipwise.sampling import poisson
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import Gradient, InputError, whole
@@ -66,7 +67,7 @@ def descend(
         parameters = trainable(model)
         drawn = stream.at(step)
         indices = poisson(len(data), batch / len(data), drawn)
-        gradients = (found for _, found in passes.gradients(method, indices, drawn, state))
+        gradients = (found for _, found in passes.gradients(method, indices, drawn, state, Buffers(model)))
         private, _ = private_sum(method, parameters, gradients)
         total = {name: value for part in private.parts for name, value in part.value.items()}
         if method.feedback is not None and private.residual is not None:

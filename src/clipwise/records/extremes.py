@@ -1,9 +1,10 @@
-"""Samples with extreme values: one that is very large, or not a number, may not touch the others.
+"""Samples with extreme values, or gradients: one that is very large, or not a number, may not touch the others.
 
 Receives: a model, a loss and a few samples.
-Gives: refuse_extremes, which says nothing, or names what mixes them.
+Gives: refuse_extremes, which says nothing, or names what mixes them; refuse_extreme_gradients.
 
 A maximum or a scale of the whole batch that cancels again leaves its rounding behind: at usual values nobody sees it.
+Nor does anybody see a limit for the whole batch's gradient before it is reached.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from clipwise.records.capture import Loss
+from clipwise.records.capture import Capture, Loss, batch_size, check_losses
+from clipwise.records.chance import seeded
 from clipwise.records.checks import culprit, same_losses, seeded_losses
+from clipwise.records.states import unmoved
 from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Refused
 
@@ -63,6 +66,39 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
         if not same_losses(before[others], after[others]):
             name = culprit(model, loss, (batch, others), (changed, others))
             raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+
+
+def refuse_extreme_gradients(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Refuse a backward pass in which the last sample's gradient, very large or no number, changes another's.
+
+    A hook, or an autograd function, that clips the gradient of a batch does so; one that clips each entry does not.
+    """
+    size = batch_size(batch)
+    if size == 1:
+        return
+    factors = torch.ones(size, device="cpu")
+
+    def scaled(model: nn.Module, batch: Batch) -> Tensor:
+        losses = loss(model, batch)
+        check_losses(losses, batch_size(batch))
+        return losses * factors.to(losses) if len(losses) == size else losses  # a plan is made with other numbers
+
+    capture = Capture(model, scaled)
+
+    def norms(factor: float) -> Tensor:
+        factors[-1] = factor
+        with unmoved(model), torch.autograd.set_detect_anomaly(False):  # it would raise an error here
+            seeded(0)
+            return capture(batch).norms()[:-1]
+
+    before = norms(1.0)
+    least = 1e-6 * float(before.nan_to_num(0.0, 0.0, 0.0).amax())
+    for factor, what, _ in EXTREMES:
+        if not torch.allclose(before, norms(factor), rtol=1e-2, atol=least, equal_nan=True):
+            raise Refused(
+                f"the backward pass mixes the samples of a batch: one gradient {what} changed another's; clip and skip "
+                "no gradient of the whole batch in a hook or an autograd function: a step clips each sample's own"
+            )
 
 
 def _last_times(rows: Tensor, factor: float) -> Tensor:

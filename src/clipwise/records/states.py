@@ -2,7 +2,8 @@
 
 Receives: a model.
 Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
-twin, a model that has seen what this one has, and goes on by itself; HOOKS, where a module keeps its own.
+Buffers, the same for a step; twin, a model that has seen what this one has, and goes on by itself; HOOKS, where a
+module keeps its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ Modes = tuple[Any, ...]
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SWITCHES = (bool, str)  # attributes that make a module another function; of numbers, many count steps
+TABLE = 2**22  # entries: a buffer of more is no statistic
 
 
 def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
@@ -33,7 +36,7 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
         # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
-        found += module, type(module), own.get("forward"), *[v for v in own.values() if v is True or v is False]
+        found += module, type(module), own.get("forward"), *[v for v in own.values() if type(v) in SWITCHES]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same
     return tuple(found)
@@ -43,6 +46,42 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to and a checkpoint would hold."""
     states = {f"{name}[{i}]": t for name, state in _extra_states(model) for i, t in enumerate(_numbers(state))}
     return {name: value.detach().clone() for name, value in {**_writable(model), **states}.items()}
+
+
+class Buffers:
+    """A model's buffers as they are now: those that may hold statistics or counts, fractions and single numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy them, but for large tables."""
+        self._model = model
+        self._before = {
+            name: (buffer, buffer._version, buffer.detach().clone())
+            for name, buffer in model.named_buffers()
+            if buffer.layout == torch.strided
+            and not buffer.is_inference()
+            and (buffer.numel() == 1 or (buffer.is_floating_point() and buffer.numel() <= TABLE))
+        }
+
+    def written(self) -> set[str]:
+        """Those that hold other values now. On a GPU, what was written through ``.data`` is not seen."""
+        return {name for name, _ in self._written()}
+
+    def put_back(self) -> None:
+        """Those that hold other values, as they were."""
+        with torch.no_grad():
+            for name, now in self._written():
+                before = self._before[name][2]
+                (now if now.shape == before.shape else now.resize_as_(before)).copy_(before)
+
+    def _written(self) -> list[tuple[str, Tensor]]:
+        now = self._model.named_buffers() if self._before else ()
+        return [(name, buffer) for name, buffer in now if name in self._before and self._differs(name, buffer)]
+
+    def _differs(self, name: str, now: Tensor) -> bool:
+        own, version, before = self._before[name]
+        if now.is_cuda and now is own and now._version == version:
+            return False  # to compare numbers is to wait for them
+        return now.dtype != before.dtype or not torch.equal(now, before)
 
 
 def twin(model: nn.Module) -> nn.Module | None:
