@@ -31,6 +31,7 @@ from clipwise.config import CompareConfig, TrainConfig, made, to_toml
 from clipwise.data import load
 from clipwise.methods import METHODS, parse
 from clipwise.report import read
+from clipwise.report.answer import in_numbers, privacy_costs
 from clipwise.start import make_private
 from clipwise.types import InputError
 
@@ -550,7 +551,11 @@ def test_what_privacy_costs_is_told_against_the_best_private_run(
     assert "Without privacy" not in told(accuracy=0.5, loss=None)  # it diverged
     assert "reached 100.0%: privacy costs" in told(accuracy=1.0)
     assert f"{100 - round(100 * top, 1):.1f} percentage points, at ε =" in told(accuracy=1.0)
-    assert "reached 0.0%, no better than" in told(accuracy=0.0)
+    assert "reached 0.0%: it found nothing. Give it a smaller learning rate" in told(accuracy=0.0)
+    told(accuracy=0.8)
+    (row, _) = (replace(row, accuracy=0.9, baseline=0.5) for row in in_numbers(read([here / "both"])))
+    (said,) = privacy_costs([row])
+    assert said.startswith("Without privacy the same network reached 80.0%, no better than *flat*")
     told(accuracy=1.0)
     shown = (here / "both/report.html").read_text()
     assert "Without privacy the same network reached 100.0%" in shown and "covered by no ε: show it only to" in shown

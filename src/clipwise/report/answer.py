@@ -212,6 +212,8 @@ def privacy_costs(found: Sequence[RunNumbers]) -> list[str]:
         said = f"Without privacy the error of the same network was {of.shown(first.without)}"
     # of what is printed, so that the difference is the one that a reader computes
     lost = round(100 * first.without, 1) - round(100 * reached, 1) if of is ACCURACY else reached - first.without
+    if first.baseline is not None and first.without <= first.baseline and of is ACCURACY:
+        return [f"{said}: it found nothing. Give it a smaller learning rate of its own, 'no privacy @ RATE'."]
     if lost <= 0:
         return [
             f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'. "
