@@ -156,6 +156,48 @@ class Watched(torch.optim.SGD):
         super().step(closure)
 
 
+@pytest.mark.parametrize(
+    ("method", "post"),
+    [
+        *((text, None) for text in ("flat", "dp_sat", "disk", "inner_momentum", "dice", "momentum_per_sample")),
+        *(("flat", text) for text in ("heavy_ball(0.9)", "low_pass", "average", "adam_bc")),
+    ],
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_layer_that_is_frozen_or_unfrozen_later_is_trained_so_or_refused_before_anything_is_released(
+    method: str, post: str | None, frozen: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].requires_grad_(frozen)
+    data = torch.randn(60, 4), torch.randint(0, 2, (60,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = cw.make_private(
+        model,
+        optimizer,
+        data,
+        loss=cw.cross_entropy,
+        method=method,
+        post=post,
+        noise_multiplier=2.0,
+        steps=6,
+        batch=60 if method == "momentum_per_sample" else 20,
+        delta=1e-3,
+    )
+    for batch in private.batches():
+        if private.steps_taken == 3:
+            model[0].requires_grad_(not frozen)
+            before = model[0].weight.detach().clone()
+            if method in ("flat", "dp_sat") and (post is None or frozen):
+                private.step(batch)
+                assert torch.equal(model[0].weight, before) is frozen
+            else:
+                with pytest.raises(InputError, match=r"0\.bias is (no longer|only now) trained"):
+                    private.step(batch)
+                assert private.ledger.releases == 3
+            return
+        private.step(batch)
+
+
 def test_a_release_is_recorded_before_the_optimizer_sees_it() -> None:
     model = mlp()
     optimizer = Watched(model.parameters(), lr=0.1)

@@ -265,9 +265,28 @@ class Private:
             )
         if fast is not None:
             fast.refuse_changed()
+        self._refuse_others(parameters)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode(parameters)
         return parameters
+
+    def _refuse_others(self, parameters: Mapping[str, Tensor]) -> None:
+        """Refuse that other parameters are trained than in the step before, where something is remembered of each."""
+        method, known = self.method, self.state.released
+        if known is None or known.keys() == parameters.keys():
+            return
+        whose: Method | Post
+        if method.past or method.recall is not None or method.feedback is not None:
+            whose = method
+        elif self.state.post is not None and parameters.keys() - known.keys():  # of one that is gone it may forget
+            whose = self.post
+        else:
+            return
+        name = min(known.keys() ^ parameters.keys())
+        raise InputError(
+            f"{name} is {'no longer' if name in known else 'only now'} trained, and {whose} remembers something of "
+            "each parameter from step to step: make a new run with spent=private.ledger, or freeze and unfreeze nothing"
+        )
 
     def _step(self, batch: PoissonBatch) -> None:
         parameters, method = self._checked(batch), self.method

@@ -27,7 +27,8 @@ def dp_sat(base: Method | None = None, radius: float = 0.086) -> Method:
             return inner.gradients(engine, rows)
         length = max(float(sum(g.double().square().sum() for g in engine.released.values())) ** 0.5, 1e-300)
         uphill = {
-            name: p + ((radius / length) * engine.released[name]).to(p.dtype) for name, p in engine.parameters.items()
+            name: p + ((radius / length) * engine.released[name]).to(p.dtype) if name in engine.released else p
+            for name, p in engine.parameters.items()
         }
         return inner.gradients(engine.at(uphill), rows)
 
