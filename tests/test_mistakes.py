@@ -119,8 +119,9 @@ def test_arguments_in_the_wrong_places_are_named() -> None:
         cw.train(model, cw.cross_entropy, (X, Y), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **PLAN)
     with pytest.raises(InputError, match=r"evaluate must give numbers by name, such as .*, got 0\.5"):
         cw.train(model, cw.cross_entropy, (X, Y), evaluate=lambda m: 0.5, **PLAN)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="scheduler must be one of torch's, or what makes one of an optimizer, got 1"):
-        cw.train(model, cw.cross_entropy, (X, Y), scheduler=1, **PLAN)  # type: ignore[arg-type]
+    for given, said in ((1, "1"), (torch.optim.lr_scheduler.StepLR, r"StepLR \(.*step_size")):
+        with pytest.raises(InputError, match=f"scheduler must be one .* of an optimizer alone, got {said}"):
+            cw.train(model, cw.cross_entropy, (X, Y), scheduler=given, **PLAN)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="train has no option 'schedule': did you mean 'scheduler'"):
         cw.train(model, cw.cross_entropy, (X, Y), schedule=None, **PLAN)  # type: ignore[call-arg]
     lazy = nn.LazyLinear(3)

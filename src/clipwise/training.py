@@ -412,12 +412,14 @@ def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] |
 def _scheduler(
     optimizer: Optimizer, given: LRScheduler | Callable[[Optimizer], LRScheduler] | None
 ) -> LRScheduler | None:
-    if given is not None and not isinstance(given, LRScheduler) and not callable(given):
+    try:
+        made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+    except TypeError as error:  # no function, or one that wants more, as StepLR itself does
         raise InputError(
-            f"scheduler must be one of torch's, or what makes one of an optimizer, got {given!r}: write scheduler="
-            "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
-        )
-    made = given if given is None or isinstance(given, LRScheduler) else given(optimizer)
+            "scheduler must be one of torch's, or what makes one of an optimizer alone, got "
+            f"{getattr(given, '__name__', repr(given))} ({error}): write scheduler=lambda optimizer: "
+            "torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        ) from error
     if isinstance(made, ReduceLROnPlateau):
         raise InputError(
             "train steps a schedule after every release and has no measurement to give to ReduceLROnPlateau; write a "
