@@ -442,7 +442,7 @@ def test_a_method_that_is_refused_does_not_take_the_other_runs_with_it(
     from clipwise.cli import reproduce
     from clipwise.types import Refused
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise Refused("there is no proof")
 
     monkeypatch.setattr(reproduce, "run_one", refuse)
