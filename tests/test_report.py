@@ -296,7 +296,7 @@ def test_a_run_with_the_ledger_of_another_is_refused_also_as_what_was_spent(comp
     (place / "ledger.jsonl").unlink()
     with Ledger(place / "ledger.jsonl") as other:
         other.extend((replace(event, noise_multiplier=100.0), count) for event, count in own)
-    for use in (lambda: read([place]), lambda: spent_before(str(place))):
+    for use in (lambda: read([place]), lambda: spent_before([str(place)])):
         with pytest.raises(ValueError, match="lacks 6 releases that the statement names"):
             use()
 
@@ -308,7 +308,7 @@ def test_a_statement_that_cannot_be_read_beside_what_was_spent_is_an_error_of_on
     place = shutil.copytree(compared / "1-flat", tmp_path / "run")
     (place / "statement.json").write_text(text)
     with pytest.raises(InputError, match=r"statement\.json is not as clipwise writes it .*: restore it"):
-        spent_before(str(place))
+        spent_before([str(place)])
 
 
 def test_a_statement_that_says_less_than_its_ledger_costs_is_refused(compared: Path, tmp_path: Path) -> None:
