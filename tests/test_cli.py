@@ -898,12 +898,13 @@ def test_a_resumed_comparison_keeps_what_is_finished_and_ends_as_if_it_had_not_b
     with monkeypatch.context() as patched:
         patched.setattr(Bar, "__call__", press)
         assert main([*words, "--folder", "parts"]) == 130
-    assert "stopped; nothing is lost: write clipwise compare --resume parts\n" in capsys.readouterr().err
+    assert "stopped; finished runs are kept: write clipwise compare --resume parts\n" in capsys.readouterr().err
     kept = (here / "parts/1-flat/model.pt").stat().st_mtime_ns
     with pytest.warns(UserWarning, match="clipwise compare --resume parts"):
         read(["parts"])
     assert "clipwise compare --resume parts" in one_line(capsys, ["report", "parts/2-psac"])
     assert "holds a comparison: write clipwise compare" in one_line(capsys, ["train", "--resume", "parts"])
+    assert "holds a comparison: write clipwise compare" in one_line(capsys, ["reproduce", "--resume", "parts"])
     assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "parts/2-psac"])
     assert "nothing to resume in nowhere: expected a comparison" in one_line(capsys, ["compare", "--resume", "nowhere"])
     assert "keeps its settings, got --batch 5" in one_line(capsys, ["compare", "--resume", "parts", "--batch", "5"])

@@ -198,3 +198,11 @@ def test_a_wrong_option_is_a_one_line_error(words: list[str], message: str) -> N
 def test_options_are_not_abbreviated() -> None:
     with pytest.raises(InputError, match="unknown option '--eps'"):
         read("train", TrainConfig, ["--eps", "3"], "")
+
+
+def test_one_text_in_the_place_of_a_list_is_shown_as_one(tmp_path: Path) -> None:
+    """As ``spent`` was, before it took several folders."""
+    file = tmp_path / "settings.toml"
+    file.write_text('spent = "runs/first"')
+    with pytest.raises(InputError, match=r'write spent = \["runs/first"\]$'):
+        from_toml(TrainConfig, file)

@@ -499,7 +499,8 @@ def test_an_interrupted_experiment_goes_on_and_ends_as_if_it_had_not_been(
     first = Path("parts/1-0.json").stat().st_mtime_ns
     assert not Path("parts/2-0.json").exists() and Path("parts/2-0/checkpoint.pt").exists()
     holds = "parts holds an experiment: write clipwise reproduce --resume parts"
-    assert holds in one_line(capsys, ["train", "--resume", "parts"])
+    for command in ("train", "compare"):
+        assert holds in one_line(capsys, [command, "--resume", "parts"])
     assert "keeps its settings, got --scale small" in one_line(
         capsys, ["reproduce", "--resume", "parts", "--scale", "small"]
     )
@@ -527,6 +528,13 @@ def test_a_run_that_left_no_checkpoint_is_made_again_beside_what_it_released() -
     assert main(["reproduce", "--resume", "out", "--threads", "1", "--quiet"]) == 0
     assert json.loads(Path("out/results.json").read_text())["runs"][0]["values"] == before
     assert Path("out/1-0/statement.json").exists() and Path("out/1-0-again/statement.json").exists()
+
+
+def test_an_experiment_that_cannot_begin_leaves_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the folder would be taken, and what is resumed in it would keep the wrong place of the data."""
+    words = ["reproduce", "paper4/table2", "--data-dir", "nowhere", "--folder", "out"]
+    assert "nowhere/mnist does not exist" in one_line(capsys, words)
+    assert not Path("out").exists()
 
 
 def test_a_network_of_the_users_takes_the_place_of_the_experiments_own() -> None:

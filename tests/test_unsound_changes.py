@@ -276,6 +276,51 @@ def test_a_buffer_that_the_batch_is_written_into_only_later_is_refused_and_left_
     assert not model.mean.any() and private.ledger.releases == steps
 
 
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda module, mean: setattr(module, "none", mean),
+        lambda module, mean: module.register_buffer("new", mean),
+    ],
+)
+def test_a_buffer_that_is_made_of_the_batch_only_later_is_refused_and_gone(keep: Any) -> None:
+    model = Late(keep)
+    model.register_buffer("none", None)
+    private = private_for(model)
+    private.step(next(private.batches()))
+    model.rate = 0.1
+    with pytest.raises(Refused, match="computed from the batch"):
+        private.step(next(private.batches()))
+    assert [name for name, _ in model.named_buffers()] == ["mean"] and private.ledger.releases == 1
+
+
+def test_a_buffer_that_is_not_a_number_stays_so_and_is_watched_like_others() -> None:
+    """As statistics that nobody has taken yet."""
+    model = Late(lambda module, mean: module.later.copy_(mean))
+    model.register_buffer("later", torch.full((6,), torch.nan))
+    private = private_for(model)
+    private.step(next(private.batches()))
+    model.rate = 0.1
+    with pytest.raises(Refused, match="later is computed from the batch"):
+        private.step(next(private.batches()))
+    assert model.later.isnan().all() and private.ledger.releases == 1
+
+
+def test_a_table_that_grows_in_a_pass_is_named() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(self.table) < x.shape[1]:
+                self.table = torch.ones(x.shape[1])
+            return super().forward(x * self.table)
+
+    model = Table(6, 3)
+    model.register_buffer("table", torch.ones(4))
+    with pytest.raises(InputError, match=r"gave table the shape \[6\] for \[4\]"):
+        private_for(model)
+    model.table = torch.ones(6)
+    private_for(model)
+
+
 class Counting(nn.Module):
     """A layer that counts its passes, once it is told to, in a buffer as a temperature that falls would."""
 

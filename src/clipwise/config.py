@@ -400,6 +400,7 @@ def _checked(name: str, kind: type, value: Any) -> Any:
         return float(value)
     if type(value) is not kind:
         expected, example = WORDS[kind]
+        example = f'["{value}"]' if kind is tuple and isinstance(value, str) else example
         raise InputError(f"{name} must be {expected}, got {value!r}: write {name.split()[0]} = {example}")
     return value
 

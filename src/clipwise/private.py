@@ -455,7 +455,11 @@ class Private:
         if written - self._writes[self._mode]:
             buffers.put_back()
             self._tested.remove(self._mode)
-            self.test_mode(trained)
+            try:
+                self.test_mode(trained)
+            except Refused:
+                buffers.remove_new()
+                raise
             self._writes[self._mode] |= written
 
     def fit_chunk(self) -> None:

@@ -22,7 +22,7 @@ from clipwise import methods
 from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
 from clipwise.cli.runs import new_folder, run_one, warn_of, without_privacy
 from clipwise.cli.screen import Bar, quality, rendered
-from clipwise.cli.stopping import Stopped, again, resumed
+from clipwise.cli.stopping import again, begun, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
@@ -98,16 +98,9 @@ def run(config: CompareConfig) -> str:
     splits = splits_for(plans[0][1])
     if config.resume is None:
         RunFolder(folder).write(SETTINGS, to_toml(config))
-    try:
+    with begun(config, folder):
         times = _made(config, plans, splits, folder)
         without = _without(config, ordinary, splits, folder)
-    except BaseException as error:
-        if config.resume is None and not any(place.is_dir() for place in folder.iterdir()):  # bad input leaves none
-            (folder / SETTINGS).unlink()
-            folder.rmdir()
-        elif isinstance(error, KeyboardInterrupt):
-            raise Stopped(f"stopped; nothing is lost: write {again(config, folder)}") from None
-        raise
     runs = read(times)
     found = in_numbers(runs)
     most = best(found, ACCURACY) or best(found, ERROR)
@@ -139,8 +132,8 @@ def _made(
                 continue
             start = time.monotonic()
             bar.begin(f"{text:<{max(map(len, config.methods))}}")
-            begun = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
-            finished = run_one(begun, splits, place, bar, beside=chosen, command=again(config, folder))
+            going = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
+            finished = run_one(going, splits, place, bar, beside=chosen, command=again(config, folder))
             times[place] = seconds = time.monotonic() - start
             if not config.quiet and not sys.stderr.isatty():
                 print(f"{text}: {' '.join(quality(finished.metrics[-1]))}, {seconds:.1f} s", file=sys.stderr)

@@ -35,7 +35,7 @@ from clipwise.cli.parts import (
 )
 from clipwise.cli.runs import new_folder, run_one
 from clipwise.cli.screen import Bar, rendered
-from clipwise.cli.stopping import Stopped, again, resumed
+from clipwise.cli.stopping import again, begun, resumed
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made, to_toml
 from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import quality
@@ -105,10 +105,8 @@ def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tupl
         where = Path(config.folder or new_folder(f"{short}-{experiment.scale}"))
         study.folder = RunFolder(where / short if config.folder and beside else where).path
         write(study.folder / SETTINGS, to_toml(config))
-    try:
+    with begun(config, study.folder):
         results = _results(study, runs, seeds)
-    except KeyboardInterrupt:
-        raise Stopped(f"stopped; finished runs are kept: write {again(config, study.folder)}") from None
     values = _values(study, results, seeds, plotted(experiment, results, study.folder))
     _keep(study, values)
     return values, _text(study, results, values)

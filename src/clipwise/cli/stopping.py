@@ -2,7 +2,8 @@
 
 Receives: a run's, a comparison's or an experiment's folder, and what the command says now.
 Gives: patient, which hears Ctrl-C and waits for the step's end; resumable, which says how to go on after whatever
-stopped the run; again, the command for that; resumed, the settings that it goes on with.
+stopped the run; begun, the same for several runs; again, the command for that; resumed, the settings that it goes on
+with.
 """
 
 from __future__ import annotations
@@ -76,6 +77,20 @@ def resumable(folder: Path, done: Callable[[], int], steps: int, command: str) -
         raise
 
 
+@contextmanager
+def begun(config: CompareConfig | ReproduceConfig, folder: Path) -> Iterator[None]:
+    """Within it the runs in this folder are made: Ctrl-C says by which command they go on; bad input leaves none."""
+    try:
+        yield
+    except BaseException as error:
+        if config.resume is None and [place.name for place in folder.iterdir()] == [SETTINGS]:
+            (folder / SETTINGS).unlink()
+            folder.rmdir()
+        elif isinstance(error, KeyboardInterrupt):
+            raise Stopped(f"stopped; finished runs are kept: write {again(config, folder)}") from None
+        raise
+
+
 def again(config: Training | ReproduceConfig, folder: Path) -> str:
     """The command that goes on with what is in this folder, where it is now: its settings do not say where."""
     _, command = SEVERAL.get(type(config), ("run", "train"))
@@ -88,34 +103,43 @@ def resumed(config: C, folder: str) -> C:
     """The settings of what is in the folder, with what this call says about how and where; others would change it."""
     place = Path(folder)
     if type(config) in SEVERAL:
-        _refuse_run(place, SEVERAL[type(config)][0])
+        _refuse_other(place, type(config))
     else:
         _refuse_finished(place)
-    begun = made(type(config), from_toml(type(config), place / SETTINGS))
+    before = made(type(config), from_toml(type(config), place / SETTINGS))
     free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
     for name in sorted(config.spoken - free):
-        value, was = getattr(config, name), folder if name == "folder" else getattr(begun, name)
+        value, was = getattr(config, name), folder if name == "folder" else getattr(before, name)
         if value != was and not (name == "method" and str(methods.parse(value)) == was):
             raise InputError(f"a resumed run keeps its settings, got {flag(name)} {value} for {was}: leave it out")
-    return replace(begun, **{name: getattr(config, name) for name in free})
+    return replace(before, **{name: getattr(config, name) for name in free})
 
 
 def _refuse_finished(place: Path) -> None:
     if (place / STATEMENT).is_file():
         raise InputError(f"the run in {place} is finished: repeat it with clipwise train --config {place / SETTINGS}")
     if (place / SETTINGS).is_file() and not (place / LEDGER).is_file():
-        what, command = SEVERAL[ReproduceConfig if "experiments" in _keys(place) else CompareConfig]
-        raise InputError(f"{place} holds {what}: write clipwise {command} --resume {shlex.quote(str(place))}")
+        raise _holds(place)
     if not (place / CHECKPOINT).is_file():
         raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
 
 
-def _refuse_run(place: Path, what: str) -> None:
+def _refuse_other(place: Path, kind: type) -> None:
     if (place / LEDGER).is_file():
         raise InputError(f"{place} holds one run: write clipwise train --resume {shlex.quote(str(place))}")
     if not (place / SETTINGS).is_file():
-        raise InputError(f"there is nothing to resume in {place}: expected {what}, a folder with {SETTINGS}")
+        raise InputError(
+            f"there is nothing to resume in {place}: expected {SEVERAL[kind][0]}, a folder with {SETTINGS}"
+        )
+    if _kind(place) is not kind:
+        raise _holds(place)
 
 
-def _keys(place: Path) -> set[str]:
-    return set(tomllib.loads(text_in(place / SETTINGS)))
+def _holds(place: Path) -> InputError:
+    what, command = SEVERAL[_kind(place)]
+    return InputError(f"{place} holds {what}: write clipwise {command} --resume {shlex.quote(str(place))}")
+
+
+def _kind(place: Path) -> type:
+    """Of the runs in folders within this one."""
+    return ReproduceConfig if "experiments" in tomllib.loads(text_in(place / SETTINGS)) else CompareConfig

@@ -20,7 +20,7 @@ from clipwise.records.agreement import agree, in_half, joint, most_apart, tolera
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
 from clipwise.records.chance import reseeds, seeded, still, watched
 from clipwise.records.gradients import SampleGradients, from_dense
-from clipwise.records.states import held, restored, unmoved
+from clipwise.records.states import held, restored, same_numbers, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, InputError, Refused
@@ -271,7 +271,7 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
 def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Refuse buffers, parameters and extra states that are not the same after two batches."""
     for name, value in one.items():
-        if name not in other or not torch.equal(value.to_dense(), other[name].to_dense()):  # sparse ones know no equal
+        if name not in other or not same_numbers(value.to_dense(), other[name].to_dense()):  # sparse ones know no equal
             known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
             kind = next((kind for kind, values in known if name in dict(values)), "state")
             raise Refused(

@@ -2,8 +2,8 @@
 
 Receives: a model.
 Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
-Buffers, the same for a step; twin, a model that has seen what this one has, and goes on by itself; HOOKS, where a
-module keeps its own.
+Buffers, the same for a step; same_numbers; twin, a model that has seen what this one has, and goes on
+by itself; HOOKS, where a module keeps its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from clipwise.records.capture import trainable
 from clipwise.records.chance import kept
 from clipwise.records.trees import tensors
+from clipwise.types import InputError
 
 Modes = tuple[Any, ...]
 
@@ -54,24 +55,35 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         """Copy them, but for large tables."""
         self._model = model
+        now = dict(model.named_buffers())
+        self._names = set(now)
         self._before = {
             name: (buffer, buffer._version, buffer.detach().clone())
-            for name, buffer in model.named_buffers()
+            for name, buffer in now.items()
             if buffer.layout == torch.strided
             and not buffer.is_inference()
             and (buffer.numel() == 1 or (buffer.is_floating_point() and buffer.numel() <= TABLE))
         }
 
     def written(self) -> set[str]:
-        """Those that hold other values now. On a GPU, what was written through ``.data`` is not seen."""
-        return {name for name, _ in self._written()}
+        """Those that hold other values now, or are new. On a GPU, what was written through ``.data`` is not seen."""
+        return {name for name, _ in self._written()} | self._new()
 
     def put_back(self) -> None:
-        """Those that hold other values, as they were."""
+        """Those that hold other values, as they were; new ones stay, since a module may rely on what it has made."""
         with torch.no_grad():
             for name, now in self._written():
                 before = self._before[name][2]
                 (now if now.shape == before.shape else now.resize_as_(before)).copy_(before)
+
+    def remove_new(self) -> None:
+        """None in the place of those that were not there."""
+        for name in self._new():
+            place, _, own = name.rpartition(".")
+            self._model.get_submodule(place)._buffers[own] = None
+
+    def _new(self) -> set[str]:
+        return {name for name, _ in self._model.named_buffers()} - self._names
 
     def _written(self) -> list[tuple[str, Tensor]]:
         now = self._model.named_buffers() if self._before else ()
@@ -81,7 +93,16 @@ class Buffers:
         own, version, before = self._before[name]
         if now.is_cuda and now is own and now._version == version:
             return False  # to compare numbers is to wait for them
-        return now.dtype != before.dtype or not torch.equal(now, before)
+        return not same_numbers(now, before)
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are of one format and hold the same numbers; what is none in both is the same."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or (
+        one.is_floating_point() and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def twin(model: nn.Module) -> nn.Module | None:
@@ -147,6 +168,14 @@ def put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for name, value in _writable(model).items():  # now: a module may have put another tensor into its place
-                if name in before:
+            # as they are now: a module may have put another tensor into its place
+            known = {name: value for name, value in _writable(model).items() if name in before}
+            for name, value in known.items():
+                if value.shape == before[name].shape:
                     value.copy_(before[name])
+        for name, value in known.items():
+            if value.shape != before[name].shape:
+                raise InputError(
+                    f"a forward pass gave {name} the shape {list(value.shape)} for {list(before[name].shape)}: make it "
+                    "as large as it will be before the run"
+                )
