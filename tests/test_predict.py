@@ -25,6 +25,7 @@ WAYS = {
     "texts": ("jsonl:notes.jsonl?label=y:0|1&text=note&tokens=4&vocabulary=50", "gru_enhanced"),
     "texts as numbers": ("jsonl:notes.jsonl?label=y:0|1&text=note&tokens=4&vocabulary=50", "mlp"),
     "pictures": ("npz:pictures.npz?scale=centred", "mlp"),
+    "features of pictures": ("npz:larger.npz?features=scattering", "scattering_linear"),
     "numbers of arrays": ("npz:numbers.npz?task=regression", "mlp"),
 }
 
@@ -46,6 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     y = draw.randint(0, 3, 60)
     np.savez("pictures.npz", x=draw.randint(0, 256, (60, 1, 4, 4)).astype(np.uint8), y=y)
+    np.savez("larger.npz", x=draw.randint(0, 256, (60, 1, 8, 8)).astype(np.uint8), y=y)
     np.savez("numbers.npz", x=draw.randn(60, 3), y=draw.randn(60))
     return tmp_path
 

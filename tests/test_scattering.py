@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import clipwise as cw
-from clipwise.models import Scattering, build, scattered
-from clipwise.models.scattering import blur, scatter, wavelets
+from clipwise.data import Scattering, load, scattered
+from clipwise.data.scattering import blur, scatter, wavelets
+from clipwise.models import build
 from clipwise.types import InputError
 
 Field = NDArray[np.complex128]
@@ -162,6 +164,34 @@ def test_the_norm_before_a_head_is_each_samples_own_and_has_no_parameters() -> N
 def test_the_filters_are_neither_trained_nor_saved() -> None:
     model = build("scattering_linear", (1, 8, 8), 4)
     assert [value.shape for value in model.state_dict().values()] == [(4, 81 * 2 * 2), (4,)]
+
+
+def pictures(folder: Path) -> str:
+    """An npz of small pictures in bytes."""
+    numbers = np.random.default_rng(0)
+    x, y = numbers.integers(0, 256, (30, 3, 8, 12), dtype=np.uint8), numbers.integers(0, 2, 30)
+    np.savez(folder / "pictures.npz", x=x, y=y)
+    return f"npz:{folder}/pictures.npz"
+
+
+def test_data_with_features_hold_those_of_their_prepared_pictures(tmp_path: Path) -> None:
+    text = pictures(tmp_path)
+    plain, featured = (load(f"{text}?scale=centred&train=10{more}") for more in ("", "&features=scattering"))
+    assert featured.shape == (243, 2, 3)
+    assert (len(featured.train), len(featured.test)) == (10, len(plain.test))
+    for part, of in ((featured.train, plain.train), (featured.test, plain.test)):
+        (x, y), (images, labels) = part.data, of.data
+        assert x.dtype == torch.float32
+        assert torch.allclose(x, scattered(images), rtol=2**-11, atol=1e-7)  # float16 keeps 11 bits
+        assert torch.equal(y, labels)
+
+
+def test_features_are_of_pictures_alone(tmp_path: Path) -> None:
+    np.savez(tmp_path / "rows.npz", x=np.zeros((10, 5), np.float32), y=np.arange(10) % 2)
+    with pytest.raises(InputError, match=r"is for pictures \[channel, height, width\], got samples of shape \[5\]"):
+        load(f"npz:{tmp_path}/rows.npz?features=scattering")
+    with pytest.raises(InputError, match="unknown features"):
+        load(f"{pictures(tmp_path)}?features=wavelets")
 
 
 def test_sides_that_are_not_multiples_of_four_are_refused() -> None:

@@ -48,6 +48,7 @@ NETWORKS = {
     "imdb": "gru_enhanced",
     "sst2": "gru_enhanced",
     "text": "gru_enhanced",  # columns of text in a table
+    "features": "scattering_linear",
 }
 
 
@@ -77,7 +78,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
 def model_of(config: Training) -> str:
     """The network that the settings name, or the one that fits their data."""
     source = parsed(config.data)
-    return config.model or NETWORKS.get("text" if "text" in source.options else source.name, "mlp")
+    fitting = next((kind for kind in ("text", "features") if kind in source.options), source.name)
+    return config.model or NETWORKS.get(fitting, "mlp")
 
 
 def use_threads(config: Training) -> None:

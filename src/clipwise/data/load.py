@@ -17,6 +17,7 @@ import torch
 
 from clipwise.data import images, npz, published, tables
 from clipwise.data.datasets import Arrays
+from clipwise.data.scattering import with_features
 from clipwise.data.source import Source, parsed
 from clipwise.data.splits import Splits, divided, taken
 from clipwise.data.text import imdb
@@ -52,7 +53,13 @@ def load(text: str) -> Splits:
     for key in source.options:
         one_of(f"option of {source.name},", key, ("train", "test", *known.options))
     splits = known.read(source)
-    return replace(splits, train=_part(source, "train", splits.train), test=_part(source, "test", splits.test))
+    splits = replace(splits, train=_part(source, "train", splits.train), test=_part(source, "test", splits.test))
+    return with_features(splits) if asks_features(source) else splits
+
+
+def asks_features(source: Source) -> bool:
+    """Whether the text asks for features in the place of pictures."""
+    return "features" in source.options and bool(source.word("features", "", ("scattering",)))
 
 
 def _part(source: Source, name: str, part: Arrays) -> Arrays:
@@ -94,7 +101,7 @@ def _digits(source: Source) -> Splits:
     return Splits(source.text, *divided("digits", x, torch.from_numpy(labels).long()), 10, (1, 8, 8))
 
 
-_IMAGES = ("scale",)
+_IMAGES = ("scale", "features")
 _TEXT = ("vocabulary", "tokens")
 _TABLE = ("label", "columns", "text", "test_file", *_TEXT)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from clipwise.data import images, npz, tables
 from clipwise.data.columns import Range, Values, meaning
-from clipwise.data.load import load
+from clipwise.data.load import asks_features
+from clipwise.data.scattering import narrow
 from clipwise.data.source import Source, parsed
 from clipwise.data.text import sizes
 from clipwise.types import InputError
@@ -90,14 +91,16 @@ def _of_arrays(source: Source, path: Path) -> Unlabelled:
     arrays = npz.read(path)
     if "x" not in arrays:
         raise InputError(f"{path} must hold x, got {', '.join(arrays) or 'no arrays'}: write numpy.savez(path, x=x)")
-    x, known = npz.inputs("x", arrays["x"]), load(source.text)  # how many classes there are is known from it alone
-    kind = npz.inputs("x", npz.read(source.path)["x"]).dtype  # bytes, tokens or fractions, before they are prepared
-    if (x.dtype, tuple(x.shape[1:])) != (kind, known.shape):
+    x, trained_on = (npz.inputs("x", of["x"]) for of in (arrays, npz.read(source.path)))
+    if (x.dtype, x.shape[1:]) != (trained_on.dtype, trained_on.shape[1:]):
         raise InputError(
-            f"x must be of {kind} with rows of shape {list(known.shape)}, as the run was trained on, got {x.dtype} "
-            f"with {list(x.shape[1:])}"
+            f"x must be of {trained_on.dtype} with rows of shape {list(trained_on.shape[1:])}, as the run was trained "
+            f"on, got {x.dtype} with {list(x.shape[1:])}"
         )
-    if kind == torch.uint8:
+    if x.dtype == torch.uint8:
         x, _ = images.pixels(source)((x, None))
+    if asks_features(source):
+        x = narrow(x).float()
+    known = npz.splits(source)  # how many classes there are is known from it alone
     numbers = known.task == "regression"
     return Unlabelled(x, Range(-1, 1) if numbers else Values(tuple(map(str, range(known.classes)))))

@@ -37,14 +37,7 @@ from clipwise.models.mlp import mlp
 from clipwise.models.network import Network, Standard, exactly, flattened, images, sequence, sized_sequence, square
 from clipwise.models.resnet import BLOCKS, resnet20_bn, resnet20_enhanced, resnet20_gn, resnet_enhanced, resnet_gn
 from clipwise.models.resnet9 import resnet9
-from clipwise.models.scattering import (
-    Scattering,
-    scattered,
-    scattering_cnn,
-    scattering_linear,
-    scattering_mnist_cnn,
-    transformable,
-)
+from clipwise.models.scattering import scattering_cnn, scattering_linear, scattering_mnist_cnn, transformable
 from clipwise.models.standardise import StandardisedConv2d
 from clipwise.models.transformer import small_transformer
 from clipwise.models.wide_resnet import wrn_16_4, wrn_40_4
@@ -55,7 +48,6 @@ __all__ = [
     "Accompanied",
     "Listed",
     "Network",
-    "Scattering",
     "StandardisedConv2d",
     "build",
     "cifar_cnn",
@@ -75,7 +67,6 @@ __all__ = [
     "resnet20_gn",
     "resnet_enhanced",
     "resnet_gn",
-    "scattered",
     "scattering_cnn",
     "scattering_linear",
     "scattering_mnist_cnn",
