@@ -58,6 +58,9 @@ class Training(Output):
     noise_multiplier: float | None = option("the noise over the sensitivity, instead of epsilon", None, group="privacy")
     delta: float = option("the δ of (ε, δ); below one over the number of samples", 1e-5, group="privacy")
     accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+    rows_per_person: int = option(
+        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
+    )
     noise_seed: int | None = option(
         "seeded noise, for tests only: whoever knows the seed can subtract it", None, group="privacy"
     )
@@ -160,6 +163,9 @@ class CalibrateConfig(Output):
         group="privacy",
     )
     accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+    rows_per_person: int = option(
+        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +221,9 @@ class AdviseConfig(Output):
     noise_multiplier: float | None = option("of the planned run, instead of epsilon", None, group="privacy")
     delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")
     accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
+    rows_per_person: int = option(
+        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
+    )
     noise_seed: int | None = option("seeded noise for --spend, for tests only", None, group="privacy")
     epochs: float | None = option("of the planned run; 20 unless steps are given", None, group="planned run")
     steps: int | None = option("of the planned run, instead of epochs", None, group="planned run")

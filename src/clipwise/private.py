@@ -57,7 +57,8 @@ from clipwise.types import (
 
 # what a run cannot change on its way
 FIXED = frozenset(
-    "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
+    "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant "
+    "rows_per_person post".split()
 )
 
 
@@ -107,6 +108,7 @@ class Private:
         stream: Stream,
         ledger: Ledger,
         accountant: str,
+        rows_per_person: int,
         self_tested: bool,
         compile: bool,
         post: Post,
@@ -118,7 +120,7 @@ class Private:
         self.model, self.optimizer, self.data = model, optimizer, data
         self._method, self.ledger = method, ledger
         self.steps, self._taken = steps, 0
-        self.delta, self.accountant = delta, accountant
+        self.delta, self.accountant, self.rows_per_person = delta, accountant, rows_per_person
         self.expected_batch = expected_batch
         self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
         self.dice = DicePlan.of(method, expected_batch, len(data))
@@ -377,6 +379,7 @@ class Private:
             "self_test": self._self_tested,
             "post": str(self.post),
             "spent": [f"{count} × {event}" for event, count in self._earlier],
+            "rows_per_person": self.rows_per_person,
         }
 
     def planned(self, steps: int) -> list[tuple[Event, int]]:
@@ -385,7 +388,7 @@ class Private:
 
     def epsilon(self) -> float:
         """ε spent so far, at the run's δ."""
-        return self.ledger.epsilon(self.delta, self.accountant)
+        return self.ledger.epsilon(self.delta, self.accountant, rows_per_person=self.rows_per_person)
 
     def statement(self) -> Statement:
         """What has been guaranteed so far, and how."""
@@ -393,6 +396,7 @@ class Private:
             self.ledger,
             delta=self.delta,
             accountant=self.accountant,
+            rows_per_person=self.rows_per_person,
             sampling_rate=self.sampling_rate,
             expected_batch=self.expected_batch,
             noise_multiplier=self.noise_multiplier,

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clipwise import methods, postprocess
-from clipwise.accounting import Ledger, calibrate
+from clipwise.accounting import Ledger
 from clipwise.accounting import spent as spent_on
 from clipwise.accounting.calibration import least_noise, steps_in
 from clipwise.accounting.dice import DicePlan, planned
-from clipwise.accounting.events import ACCOUNTANTS
+from clipwise.accounting.events import cost
 from clipwise.data import RowDataset, as_dataset
 from clipwise.data.copies import (
     refuse_kept,
@@ -47,7 +47,6 @@ from clipwise.types import (
     Event,
     InputError,
     fraction,
-    one_of,
     positive,
     spelled,
     whole,
@@ -73,6 +72,7 @@ def make_private(
     chunk: int | Literal["auto"] | None = None,
     noise: str | int = "secure",
     accountant: str = "pld",
+    rows_per_person: int = 1,
     self_test: bool = True,
     compile: bool = False,
     post: Post | str | None = None,
@@ -92,6 +92,7 @@ def make_private(
     chunk: rows that go through the model at a time, as many as fit the memory of a GPU, 256 on a processor.
     noise: "secure" draws from the operating system's entropy; a seed is for tests, and the statement names it.
     accountant: "pld", which is tight, or "rdp".
+    rows_per_person: how many samples may be one person's: ε then holds for all of them together, with more noise.
     self_test: compare with the slow way before the first step; without it, the statement says so.
     compile: graphs of one fixed chunk, to which batches are padded: minutes at the start, then faster steps.
     post: filters what was released before the optimizer sees it, such as "heavy_ball(0.9)".
@@ -107,7 +108,7 @@ def make_private(
     _check_one("how long to train", "epochs=20", epochs=epochs, steps=steps)
     _check_one("how private", "epsilon=3", epsilon=epsilon, noise_multiplier=noise_multiplier)
     asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
-    one_of("accountant", accountant, ACCOUNTANTS)
+    spent_on((), delta, accountant, rows_per_person=rows_per_person)  # refuses what it does not know
     chosen, after = methods.as_method("flat" if method is None else method), _post(post)
     for phase in chosen.phases:
         check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
@@ -132,7 +133,11 @@ def make_private(
     if self_test and not any(phase.companions for phase in chosen.phases):  # a model of units takes no single rows
         try_loss(model, loss, dataset)
     plan = DicePlan.of(chosen, float(batch), rows)
-    sigma = asked if epsilon is None else _calibrated(plan, asked, delta, rate, count, accountant, earlier)
+    for event, _ in planned(plan, asked, rate, 1):
+        cost(event, rows_per_person)  # refuse now what has no proof, also where nothing is calibrated
+    sigma = asked
+    if epsilon is not None:
+        sigma = _calibrated(plan, asked, rate, count, earlier, delta, accountant, rows_per_person)
     private = Private(
         model,
         optimizer,
@@ -147,6 +152,7 @@ def make_private(
         stream=stream,
         ledger=Ledger() if ledger is None else ledger,
         accountant=accountant,
+        rows_per_person=rows_per_person,
         self_tested=self_test,
         compile=compile,
         post=after,
@@ -174,6 +180,7 @@ class Privacy(TypedDict, total=False):
     chunk: int | Literal["auto"] | None
     noise: str | int
     accountant: str
+    rows_per_person: int
     self_test: bool
     compile: bool
     post: Post | str | None
@@ -251,24 +258,18 @@ def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None
 def _calibrated(
     plan: DicePlan | None,
     epsilon: float,
-    delta: float,
     rate: float,
     steps: int,
-    accountant: str,
     earlier: list[tuple[Event, int]],
+    delta: float,
+    accountant: str,
+    rows: int,
 ) -> float:
-    if plan is None and not earlier:
-        return calibrate(epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, accountant=accountant)
-
-    def entries(noise: float) -> list[tuple[Event, int]]:
-        return [*earlier, *planned(plan, noise, rate, steps)]
-
-    if earlier and spent_on(earlier, delta, accountant) >= epsilon:
+    if earlier and (before := spent_on(earlier, delta, accountant, rows_per_person=rows)) >= epsilon:
         raise InputError(
-            f"epsilon={epsilon:g} is spent: what was released before costs "
-            f"{rounded_up(spent_on(earlier, delta, accountant))}; write a larger epsilon"
+            f"epsilon={epsilon:g} is spent: what was released before costs {rounded_up(before)}; write a larger epsilon"
         )
-    return least_noise(entries, epsilon, delta, accountant)
+    return least_noise(lambda noise: [*earlier, *planned(plan, noise, rate, steps)], epsilon, delta, accountant, rows)
 
 
 def _check_one(what: str, example: str, **given: float | None) -> None:

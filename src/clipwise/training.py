@@ -337,7 +337,8 @@ class _Loop:
     def _warn_of_repeated(self, repeated: int) -> None:
         private = self.private
         entries = [*private.ledger.entries, *private.planned(private.steps - private.steps_taken)]
-        ends = rounded_up(spent(entries, private.delta, private.accountant))
+        rows = private.rows_per_person
+        ends = rounded_up(spent(entries, private.delta, private.accountant, rows_per_person=rows))
         warnings.warn(
             f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
             f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often",

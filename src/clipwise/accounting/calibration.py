@@ -26,14 +26,31 @@ def steps_in(epochs: float, sampling_rate: float) -> int:
 
 
 def epsilon(
-    *, noise_multiplier: float, delta: float, sampling_rate: float, steps: int, accountant: str = "pld"
+    *,
+    noise_multiplier: float,
+    delta: float,
+    sampling_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    rows_per_person: int = 1,
 ) -> float:
-    """An upper bound on the ε of ``steps`` Poisson-sampled Gaussian releases, under adding or removing one sample."""
+    """An upper bound on the ε of ``steps`` Poisson-sampled Gaussian releases, under adding or removing one sample.
+
+    Or one person with at most ``rows_per_person`` of them.
+    """
     event = PoissonGaussian(positive("noise_multiplier", noise_multiplier), fraction("sampling_rate", sampling_rate))
-    return spent([(event, whole("steps", steps))], delta, accountant)
+    return spent([(event, whole("steps", steps))], delta, accountant, rows_per_person=rows_per_person)
 
 
-def calibrate(*, epsilon: float, delta: float, sampling_rate: float, steps: int, accountant: str = "pld") -> float:
+def calibrate(
+    *,
+    epsilon: float,
+    delta: float,
+    sampling_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    rows_per_person: int = 1,
+) -> float:
     """The least noise multiplier, to within 1e-3 of itself, at which ``steps`` releases cost at most ``epsilon``.
 
     *Guarantees*: ``epsilon(noise_multiplier=result, ...) <= epsilon``, evaluated and not extrapolated; the result has
@@ -42,18 +59,24 @@ def calibrate(*, epsilon: float, delta: float, sampling_rate: float, steps: int,
     """
     fraction("sampling_rate", sampling_rate)
     whole("steps", steps)
-    return least_noise(lambda noise: [(PoissonGaussian(noise, sampling_rate), steps)], epsilon, delta, accountant)
+    return least_noise(
+        lambda noise: [(PoissonGaussian(noise, sampling_rate), steps)], epsilon, delta, accountant, rows_per_person
+    )
 
 
 def least_noise(
-    entries: Callable[[float], Iterable[tuple[Event, int]]], epsilon: float, delta: float, accountant: str
+    entries: Callable[[float], Iterable[tuple[Event, int]]],
+    epsilon: float,
+    delta: float,
+    accountant: str,
+    rows_per_person: int = 1,
 ) -> float:
     """The least noise multiplier at which ``entries(noise multiplier)`` cost at most ``epsilon``, as in calibrate."""
     target = positive("epsilon", epsilon)
     fraction("delta", delta, open_end=True)
 
     def cost(noise: float, coarser: int = 1) -> float:
-        return spent(entries(noise), delta, accountant, coarser=coarser)
+        return spent(entries(noise), delta, accountant, rows_per_person=rows_per_person, coarser=coarser)
 
     def rough(target: float, start: float, step: float) -> float:
         return _least(lambda noise: cost(noise, ROUGH), target, start, step, TOLERANCE / 50)

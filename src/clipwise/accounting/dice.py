@@ -103,14 +103,24 @@ class DicePlan:
         found = [(self.event(noise_multiplier), begun), (self.event(noise_multiplier, 1), steps - begun)]
         return [entry for entry in found if entry[1]]
 
-    def epsilon(self, *, noise_multiplier: float, delta: float, steps: int, accountant: str = "pld") -> float:
-        """An upper bound on the ε of so many steps, under adding or removing one sample."""
-        return spent(self.entries(noise_multiplier, steps), delta, accountant)
+    def epsilon(
+        self,
+        *,
+        noise_multiplier: float,
+        delta: float,
+        steps: int,
+        accountant: str = "pld",
+        rows_per_person: int = 1,
+    ) -> float:
+        """An upper bound on the ε of so many steps, under adding or removing one sample, or one person's."""
+        return spent(self.entries(noise_multiplier, steps), delta, accountant, rows_per_person=rows_per_person)
 
-    def calibrate(self, *, epsilon: float, delta: float, steps: int, accountant: str = "pld") -> float:
+    def calibrate(
+        self, *, epsilon: float, delta: float, steps: int, accountant: str = "pld", rows_per_person: int = 1
+    ) -> float:
         """The least noise multiplier, to within 1e-3 of itself, at which so many steps cost at most ``epsilon``."""
         whole("steps", steps)
-        return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant)
+        return least_noise(lambda noise: self.entries(noise, steps), epsilon, delta, accountant, rows_per_person)
 
 
 def planned(

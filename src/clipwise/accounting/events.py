@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 # pld: privacy loss distributions, tight. rdp: Rényi divergences, the second opinion.
 ACCOUNTANTS = ("pld", "rdp")
-RELATION = "add or remove one sample"
 # The grid of privacy losses. PLD rounds up to it, so that a coarser grid costs tightness and never soundness.
 DISCRETISATION = 1e-4
 # PLD composes by FFT, whose rounding moves δ by up to about 1e-16 per release, in either direction: against the closed
@@ -57,18 +56,28 @@ MIXTURE_SCALE = 10.0
 # on costs about 100 µs. So mixtures have a coarser grid: cells of at most a tenth of a loss's standard deviation, which
 # add at most a few thousandths to its variance.
 CELLS, MIXTURE_CELLS, MIXTURE_GRID = 5e5, 4e4, 0.1
+MOST_ROWS = 1000  # of a person: with so many there is no privacy left that anybody could use
+
+
+def relation(rows_per_person: int = 1) -> str:
+    """Which data sets are neighbours, in words."""
+    return f"add or remove one {'sample' if rows_per_person == 1 else f'person with at most {rows_per_person} samples'}"
 
 
 class Cost(NamedTuple):
-    """What a release costs: with probability ``rate`` a shift of 1 + memory, else one of memory, in noise of σ."""
+    """What a release costs: a shift of memory + J in noise of σ, J how many of a person's ``rows`` were drawn.
+
+    J is binomial: each row is drawn by itself, with probability ``rate``.
+    """
 
     sigma: float
     rate: float
     memory: float
+    rows: int = 1
 
 
-def cost(event: Event) -> Cost | None:
-    """The cost of one release; None where an earlier release has paid for it.
+def cost(event: Event, rows: int = 1) -> Cost | None:
+    """The cost of one release to whoever has so many rows; None where an earlier release has paid for it.
 
     *Guarantees*: only events with a proof pass; a subclass may mean something else, so it is refused too.
     """
@@ -82,15 +91,20 @@ def cost(event: Event) -> Cost | None:
     if isinstance(event, Gaussian):
         if not (isinstance(event.what, str) and event.what.strip() and event.what.isprintable()):
             raise InputError(f"what must say in a few words what was released, got {event.what!r}")
-        return Cost(sigma, 1.0, 0.0)
+        return Cost(sigma / rows, 1.0, 0.0)
     rate = fraction("sampling_rate", event.sampling_rate)
     rate = 1.0 if rate > 1 - 1e-9 else rate
     if isinstance(event, BlockGaussian):
         if not isinstance(event.begins, bool):
             raise InputError(f"begins must be True or False, got {event.begins!r}")
+        if rows > 1:  # they may be in several groups, and each has its turn in the same block
+            raise Refused(
+                f"there is no proof for several rows of a person in steps by groups, got rows_per_person={rows}: write "
+                "rows_per_person=1, or dice(…, memory='none')"
+            )
         return Cost(sigma, rate, 0.0) if event.begins else None
     memory = at_least_zero("memory", event.memory) if isinstance(event, MemoryGaussian) else 0.0
-    return Cost(sigma / (1 + memory), 1.0, 0.0) if rate == 1 else Cost(sigma, rate, memory)
+    return Cost(sigma / (rows + memory), 1.0, 0.0) if rate == 1 else Cost(sigma, rate, memory, rows)
 
 
 def as_dp_event(event: Event) -> DpEvent:
@@ -108,29 +122,49 @@ def _dp_event(cost: Cost) -> DpEvent:
 
     if cost.rate == 1:
         return GaussianDpEvent(cost.sigma)
-    if cost.memory == 0:
+    if not _is_mixture(cost):
         return PoissonSampledDpEvent(cost.rate, GaussianDpEvent(cost.sigma))
     return MixtureOfGaussiansDpEvent(MIXTURE_SCALE, *_mixture(cost))
 
 
-def _mixture(cost: Cost) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(1 − q) N(m, σ²) + q N(1 + m, σ²) against N(0, σ²): docs/dicesgd.md, S1. Shifts in noise of scale 10, and q."""
-    unit, memory = MIXTURE_SCALE / cost.sigma, max(cost.memory, 1e-6)
-    return (memory * unit, (1 + memory) * unit), (1 - cost.rate, cost.rate)
+def _is_mixture(cost: Cost) -> bool:
+    """Whether it is more than one Gaussian that is there or not."""
+    return bool(cost.memory) or cost.rows > 1
 
 
-def discretisation(entries: Iterable[tuple[Event, int]]) -> float:
+def _mixture(cost: Cost) -> tuple[list[float], tuple[float, ...]]:
+    """Σ_j P(J = j) N(m + j, σ²) against N(0, σ²): docs/decisions/0013, for J of one row docs/dicesgd.md, S1.
+
+    Shifts in noise of scale 10, and their probabilities.
+    """
+    unit, memory = MIXTURE_SCALE / cost.sigma, max(cost.memory, 1e-6) if cost.memory else 0.0
+    drawn = _drawn(cost.rows, cost.rate)
+    return [(memory + j) * unit for j in range(len(drawn))], drawn
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(rows: int, rate: float) -> tuple[float, ...]:
+    """P(J = j) for j = 0, 1, …; in the last one all that is further out, since no more than a tail is."""
+    if rows == 1:
+        return 1 - rate, rate
+    from scipy.stats import binom
+
+    last = min(rows, int(binom.isf(TAIL, rows, rate)) + 1)
+    return *map(float, binom.pmf(range(last), rows, rate)), float(binom.sf(last - 1, rows, rate))
+
+
+def discretisation(entries: Iterable[tuple[Event, int]], *, rows_per_person: int = 1) -> float:
     """The interval of PLD's grid for these releases.
 
     *Guarantees*: ``DISCRETISATION``, or a power of ten times it where so fine a grid would take too much memory or
     time (a noise multiplier below about 0.5, an ε in the hundreds, hidden memory). More noise or fewer releases never
     make it coarser.
     """
-    return _interval(counted(entries))
+    return _interval(counted(entries, rows_per_person))
 
 
-def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
-    """How often each cost occurs: the order of releases does not matter to their composition.
+def counted(entries: Iterable[tuple[Event, int]], rows: int = 1) -> Counter[Cost]:
+    """How often each cost, to whoever has so many rows, occurs: their order does not matter to the composition.
 
     Within a block that no release of the same noise and rate began, nobody has paid: each costs as if it began one.
     """
@@ -138,7 +172,7 @@ def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
     entries = list(entries)
     begun = {event for event, count in entries if isinstance(event, BlockGaussian) and event.begins and count}
     for event, count in entries:
-        found = cost(event)
+        found = cost(event, rows)
         if isinstance(event, BlockGaussian) and found is None and (first := replace(event, begins=True)) not in begun:
             found = cost(first)
         if whole("count", count, least=0) and found is not None:
@@ -149,31 +183,58 @@ def counted(entries: Iterable[tuple[Event, int]]) -> Counter[Cost]:
 def _interval(costs: Counter[Cost]) -> float:
     most = squares = 0.0
     enough = math.inf
-    for (sigma, rate, memory), count in costs.items():
-        signal, always = 1 / sigma, memory / sigma
-        # How far a release moves its output, in standard deviations: amplified by sampling, or at worst not at all.
-        amplified = min(signal, rate * math.sqrt(math.expm1(min(signal * signal, 700.0)))) + always
-        squares += count * amplified**2 if signal + always < 1e100 else math.inf
-        enough = min(enough, amplified * MIXTURE_GRID if memory else DISCRETISATION)
+    for cost, count in costs.items():
+        always, mixture = cost.memory / cost.sigma, _is_mixture(cost)
+        signal, amplified = _signals(cost)
+        squares += count * (amplified + always) ** 2 if signal + always < 1e100 else math.inf
+        enough = min(enough, (amplified + always) * MIXTURE_GRID if mixture else DISCRETISATION)
         signal += always
-        if rate == 1:
+        if cost.rate == 1:
             signal *= math.sqrt(count)  # they are one Gaussian before they meet the grid
-        most = max(most, (signal * signal + 20 * signal) / (MIXTURE_CELLS if memory else CELLS))
+        most = max(most, (signal * signal + 20 * signal) / (MIXTURE_CELLS if mixture else CELLS))
     needed = max(most, (squares + 16 * math.sqrt(squares)) / 1e7, DISCRETISATION)
     up = math.ceil(math.log10(min(needed, 1e9) / DISCRETISATION))
     down = math.floor(math.log10(min(max(enough, DISCRETISATION), 1e9) / DISCRETISATION))
     return DISCRETISATION * 10.0 ** max(up, down)
 
 
-def spent(entries: Iterable[tuple[Event, int]], delta: float, accountant: str = "pld", *, coarser: int = 1) -> float:
+def _signals(cost: Cost) -> tuple[float, float]:
+    """How far a draw moves a release's output at most, in standard deviations, and how far as amplified by sampling."""
+    if cost.rate == 1:
+        return 1 / cost.sigma, 1 / cost.sigma
+    chances, unit = _drawn(cost.rows, cost.rate), 1 / cost.sigma
+    most = (len(chances) - 1) * unit
+    # the root of the χ² divergence, Σ_jk P(j) P(k) (e^(jk/σ²) − 1): of one row q √(e^(1/σ²) − 1)
+    squares = math.fsum(
+        p * q * math.expm1(min(j * k * unit * unit, 700.0))
+        for j, p in enumerate(chances)
+        for k, q in enumerate(chances)
+        if j and k
+    )
+    return most, min(most, math.sqrt(squares))
+
+
+def spent(
+    entries: Iterable[tuple[Event, int]],
+    delta: float,
+    accountant: str = "pld",
+    *,
+    rows_per_person: int = 1,
+    coarser: int = 1,
+) -> float:
     """An upper bound on the ε of all these releases together, at δ.
 
-    *Guarantees*: it holds under adding or removing one sample, on any grid; a ``coarser`` one is faster and looser.
+    *Guarantees*: it holds under adding or removing one sample, or one person with at most ``rows_per_person`` of them
+    (docs/decisions/0013), on any grid; a ``coarser`` one is faster and looser.
     *Edge cases*: no releases cost 0; noise too small to protect anything (ε in the millions) gives infinity.
     """
     fraction("delta", delta, open_end=True)
     one_of("accountant", accountant, ACCOUNTANTS)
-    costs = counted(entries)
+    if not 1 <= (rows := whole("rows_per_person", rows_per_person)) <= MOST_ROWS:
+        raise InputError(f"rows_per_person must be from 1 to {MOST_ROWS}, got {rows}: keep fewer rows of each person")
+    if rows > 1 and accountant == "rdp":
+        raise InputError(f"accountant 'rdp' knows one row of a person, got rows_per_person={rows}: write 'pld'")
+    costs = counted(entries, rows)
     if not costs:
         return 0.0
     if _interval(costs) > 1:
@@ -210,7 +271,7 @@ def _loss(cost: Cost, interval: float) -> PrivacyLossDistribution:
 
     def losses(adjacency: AdjacencyType) -> PLDPmf:
         how = {"log_mass_truncation_bound": math.log(TAIL), "adjacency_type": adjacency}
-        if cost.memory:
+        if _is_mixture(cost):
             return _discretised(MixtureGaussianPrivacyLoss(MIXTURE_SCALE, *_mixture(cost), **how), interval)
         return _discretised(GaussianPrivacyLoss(cost.sigma, sampling_prob=cost.rate, **how), interval)
 
@@ -240,7 +301,8 @@ def _roundings(cost: Cost, count: int) -> float:
     """How many roundings a cost's composition is charged for."""
     if cost.rate == 1:
         return 1  # unsampled Gaussians compose to one Gaussian, without an FFT each
-    return count * (1 + (2 * (1 + cost.memory) / cost.sigma if cost.memory else 0))
+    most = cost.memory + len(_drawn(cost.rows, cost.rate)) - 1
+    return count * (1 + (2 * most / cost.sigma if _is_mixture(cost) else 0))
 
 
 def _composed(costs: Mapping[Cost, int]) -> DpEvent:

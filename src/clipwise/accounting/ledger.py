@@ -88,9 +88,9 @@ class Ledger:
             except OSError as error:
                 raise InputError(f"cannot write the ledger {self._path} ({error.strerror or error})") from error
 
-    def epsilon(self, delta: float, accountant: str = "pld") -> float:
+    def epsilon(self, delta: float, accountant: str = "pld", *, rows_per_person: int = 1) -> float:
         """An upper bound on the ε of everything released so far; 0 when there was nothing."""
-        return spent(self._runs, delta, accountant)
+        return spent(self._runs, delta, accountant, rows_per_person=rows_per_person)
 
     def close(self) -> None:
         """Let go of the file; a later ``record`` opens it again."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.text import Text
 from torch import nn
 
 from clipwise import accounting, methods
-from clipwise.accounting import Ledger, spent
+from clipwise.accounting import Ledger
 from clipwise.accounting.calibration import least_noise
 from clipwise.advice import EDGES, compared, histogram, median, named
 from clipwise.cli.options import words
@@ -64,7 +65,12 @@ def run(config: AdviseConfig) -> str:
     else:
         proxy, about = _proxy(config, plan, splits)
         sigma = plan.noise_multiplier or accounting.calibrate(
-            epsilon=plan.epsilon or 0.0, delta=plan.delta, sampling_rate=rate, steps=steps, accountant=plan.accountant
+            epsilon=plan.epsilon or 0.0,
+            delta=plan.delta,
+            sampling_rate=rate,
+            steps=steps,
+            accountant=plan.accountant,
+            rows_per_person=plan.rows_per_person,
         )
         advice, shown = _from_proxy(config, plan, proxy, about, sigma)
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,7 +170,9 @@ def _from_norms(
         )
     earlier = spent_before(plan.spent)
     before = [] if earlier is None else earlier.entries
-    sigma = least_noise(lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant)
+    sigma = least_noise(
+        lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant, plan.rows_per_person
+    )
     event = Gaussian(sigma, WHAT)
     model = network(plan, splits).model  # its weights are drawn from a seed: they know nothing of the data
     secret = histogram(model, loss_of(splits), splits.train, plan.chunk or 256)
@@ -178,9 +186,10 @@ def _from_norms(
     method = str(methods.flat(clip_norm=clip))
     planned = None if plan.noise_multiplier is None else PoissonGaussian(plan.noise_multiplier, rate)
     # the command counts this release towards the planned ε, where that is how the run was planned
-    both = (
-        plan.epsilon if planned is None else spent([*before, (event, 1), (planned, steps)], plan.delta, plan.accountant)
+    spent = partial(
+        accounting.spent, delta=plan.delta, accountant=plan.accountant, rows_per_person=plan.rows_per_person
     )
+    both = plan.epsilon if planned is None else spent([*before, (event, 1), (planned, steps)])
     advice = Advice(
         method=method,
         clip_norm=clip,
@@ -191,7 +200,7 @@ def _from_norms(
         ),
         measured_on=f"all {len(splits.train)} private samples, through noise",
         command=_command(replace(plan, spent=(str(folder),)), method, clip),
-        epsilon_spent=spent([(event, 1)], plan.delta, plan.accountant),
+        epsilon_spent=spent([(event, 1)]),
         epsilon_with_run=both,
     )
     return advice, [lengths(EDGES, noisy[1:-1].tolist(), clip)]

@@ -34,6 +34,7 @@ from clipwise.report.runs import (
     attacked,
     guessed,
     refuse_unfinished,
+    rows_per_person,
     stated_kinds,
     statement_in,
     too_weak,
@@ -147,7 +148,9 @@ def _ledger(finished: _Finished) -> Verdict:
     """Whether the statement, for programs and for people, says what the ledger's releases are and cost."""
     stated, text = finished.statement, finished.path / STATEMENT_TEXT
     with Ledger(finished.path / LEDGER) as ledger:
-        spent, releases = ledger.epsilon(stated["delta"], stated["accountant"]), ledger.releases
+        rows = rows_per_person(stated)
+        spent = ledger.epsilon(stated["delta"], stated["accountant"], rows_per_person=rows)
+        releases = ledger.releases
         kinds = counts(listed(ledger.entries))
     claim = f"({rounded_up(stated['epsilon'])}, {stated['delta']:g})-differentially private"
     wrong = []

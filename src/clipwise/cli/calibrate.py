@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from clipwise import accounting
 from clipwise.accounting.calibration import steps_in
 from clipwise.accounting.dice import DicePlan
-from clipwise.accounting.events import RELATION
+from clipwise.accounting.events import relation
 from clipwise.config import CalibrateConfig, flag, one_given
 from clipwise.plain import as_json, rounded_up
 from clipwise.types import InputError, whole
@@ -37,6 +37,8 @@ def run(config: CalibrateConfig) -> str:
     if over is not None and over.plan is not None:
         cost, least = over.plan.epsilon, over.plan.calibrate  # type: ignore[assignment]
     setting: dict[str, Any] = {"delta": config.delta, "steps": steps, "accountant": config.accountant}
+    setting["rows_per_person"] = config.rows_per_person
+    neighbours = relation(config.rows_per_person)
     if config.noise_multiplier is None:
         epsilon = config.epsilon or 0.0
         noise = least(epsilon=epsilon, **setting)
@@ -47,12 +49,12 @@ def run(config: CalibrateConfig) -> str:
         answer = f"ε = {rounded_up(epsilon)} with noise multiplier {noise:g}"
     if config.json:
         values = {"noise_multiplier": noise, "epsilon": epsilon, **setting, "sampling_rate": rate}
-        values |= {name: getattr(config, name) for name in ("samples", "batch", "epochs")} | {"relation": RELATION}
+        values |= {name: getattr(config, name) for name in ("samples", "batch", "epochs")} | {"relation": neighbours}
         values |= {} if over is None else {"method": over.method, "sensitivity": over.sensitivity}
         return as_json(values, indent=None)
     return (
         f"{answer} at δ = {config.delta:g}\n"
-        f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {RELATION}; {config.accountant}\n"
+        f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {neighbours}; {config.accountant}\n"
         + ("" if over is None else f"  {_told(over)}\n")
     )
 

@@ -169,6 +169,7 @@ def _privacy(config: TrainConfig, steps: int, public: Tensor | None) -> Privacy:
         "chunk": config.chunk,
         "noise": "secure" if config.noise_seed is None else config.noise_seed,
         "accountant": config.accountant,
+        "rows_per_person": config.rows_per_person,
         "spent": spent_before(config.spent),
         "self_test": config.self_test,
         "compile": config.compile,

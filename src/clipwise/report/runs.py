@@ -187,7 +187,17 @@ def epsilon_together(runs: Sequence[Recorded]) -> float:
     """ε of all runs, at their largest δ: what is seen of them all, such as which was best, is made of all releases."""
     entries = [entry for run in runs for entry in Ledger(run.path / LEDGER).entries]
     accountants = {run.statement["accountant"] for run in runs}
-    return spent(entries, max(run.statement["delta"] for run in runs), "rdp" if accountants == {"rdp"} else "pld")
+    return spent(
+        entries,
+        max(run.statement["delta"] for run in runs),
+        "rdp" if accountants == {"rdp"} else "pld",
+        rows_per_person=max(rows_per_person(run.statement) for run in runs),
+    )
+
+
+def rows_per_person(statement: Values) -> int:
+    """How many samples the statement's ε holds for together: one where it was written before it said so."""
+    return int(statement.get("rows_per_person", 1))
 
 
 def _read(place: Path) -> Recorded:
@@ -218,7 +228,9 @@ def _read(place: Path) -> Recorded:
             f"statement: restore the run's {LEDGER}"
         )
     refuse_other_releases(place, statement, ledger)
-    if (cost := ledger.epsilon(statement["delta"], statement["accountant"])) > (1 + SLACK) * statement["epsilon"]:
+    rows = rows_per_person(statement)
+    cost = ledger.epsilon(statement["delta"], statement["accountant"], rows_per_person=rows)
+    if cost > (1 + SLACK) * statement["epsilon"]:
         raise InputError(
             f"the releases in the ledger of {place} cost ε = {rounded_up(cost)}, and its statement says "
             f"{rounded_up(statement['epsilon'])}: restore the run's {STATEMENT}"

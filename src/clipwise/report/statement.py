@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from clipwise.accounting import Ledger
-from clipwise.accounting.events import RELATION, discretisation
+from clipwise.accounting.events import discretisation, relation
 from clipwise.accounting.ledger import listed, totals
 from clipwise.plain import rounded_up
 from clipwise.types import BlockGaussian, Event, MemoryGaussian
@@ -45,6 +45,7 @@ class Statement:
     refused: tuple[str, ...]
     excluded: tuple[str, ...]
     versions: dict[str, str]
+    rows_per_person: int = 1  # how many samples ε holds for together
     weights: str = "float32"  # the format of the trained parameters
     model: str = ""  # SHA-256 of the file that holds them, where there is one
     made: str = ""  # the day on which it was written, UTC
@@ -54,18 +55,21 @@ class Statement:
         """The statement for everything in the ledger; ``earlier`` is what it held before the run's first step."""
         before = totals(earlier)
         own = totals(ledger.entries) - before
+        rows = known.get("rows_per_person", 1)
         blocks, memory = (any(isinstance(e, kind) for e in own) for kind in (BlockGaussian, MemoryGaussian))
         return cls(
-            epsilon=ledger.epsilon(known["delta"], known["accountant"]),
-            relation=RELATION,
+            epsilon=ledger.epsilon(known["delta"], known["accountant"], rows_per_person=rows),
+            relation=relation(rows),
             sampling=GROUPED if blocks else REMEMBERED if memory else "Poisson",
             releases=ledger.releases,
             steps=own.total(),
-            discretisation=discretisation(ledger.entries) if known["accountant"] == "pld" else None,
+            discretisation=(
+                discretisation(ledger.entries, rows_per_person=rows) if known["accountant"] == "pld" else None
+            ),
             entries=tuple(listed(own.items())),
             spent_before=tuple(listed(before.items())),
             refused=REFUSED,
-            excluded=EXCLUDED,
+            excluded=(TOGETHER if rows == 1 else f"a person with more than {rows} samples", *EXCLUDED),
             versions=versions(),
             **known,
         )
@@ -80,6 +84,7 @@ class Statement:
         grid = "" if self.discretisation is None else f", grid {self.discretisation:g}"
         samples = round(self.expected_batch / self.sampling_rate)  # the rate is batch/samples
         large = "" if self.delta < 1 / samples else "  ← not below 1/samples: it would allow a sample's publication"
+        whom = "one sample" if self.rows_per_person == 1 else "one person"
         tested = "passed" if self.self_tested else "turned off"
         rate = f"{self.sampling_rate:.6g}" + (" over all samples" if self.sampling == GROUPED else "")
         wide = set(self.weights.split(", ")) <= {"float32", "float64"}
@@ -93,7 +98,7 @@ class Statement:
         lines = [
             f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
             f"  meaning      whatever follows from the releases is at most e^{spent}{times} times as likely with any "
-            f"one sample as without it, and the reverse, plus a probability of {self.delta:g}{large}",
+            f"{whom} as without, and the reverse, plus a probability of {self.delta:g}{large}",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g} of {samples} samples",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
@@ -148,8 +153,11 @@ REFUSED = (
     "steps without noise",
     "releases without a proof",
 )
+TOGETHER = (
+    "several samples together, such as all rows of a person who stands in more than one: ε is for one sample, unless "
+    "rows_per_person says otherwise"
+)
 EXCLUDED = (
-    "several samples together, such as all rows of a person who stands in more than one: ε is for one sample",
     "choosing among runs by their results (clipwise compare prints the ε of all of them together; "
     "clipwise.accounting.selection prices a choice of which only the best run is ever seen)",
     "statistics of the training data used before training (normalisation, vocabulary), unless named above",
