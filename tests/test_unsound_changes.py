@@ -216,6 +216,30 @@ def test_a_module_that_is_switched_by_a_name_is_tested() -> None:
         private.step(next(private.batches()))
 
 
+class Turned(nn.Module):
+    """Means over time, [sample, time, feature], that may be computed time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.time_first = nn.Linear(6, 4), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_first else x
+        return self.last(self.layer(x).tanh().mean(0 if self.time_first else 1))
+
+
+def test_a_model_that_is_turned_is_followed_anew() -> None:
+    """In a chunk of as many samples as there are times nothing else would tell: each time would pass for a sample."""
+    model, times, places = Turned(), 8, torch.arange(8)
+    x = torch.randn(ROWS, times, 6, generator=torch.Generator().manual_seed(0))
+    private = private_for(model, (x, Y), chunk=times, batch=ROWS)
+    for turned in (False, True):
+        model.time_first = turned
+        private.step(next(private.batches()))
+        found = private.engine(places, 0).gradients(private.rows(places))
+        torch.testing.assert_close(found.norms(), cw.per_sample(model, cw.cross_entropy, (x[:8], Y[:8])).norms())
+
+
 def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
     """Memory is used again, and with it the number of a function."""
     model, seen = nn.Linear(6, 3), set[Any]()

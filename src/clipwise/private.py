@@ -436,7 +436,10 @@ class Private:
 
     def test_mode(self, trained: Iterable[str]) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode = self._mode = modes(self.model, trained)
+        mode, before = modes(self.model, trained), self._mode
+        if mode != before:
+            self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
+        self._mode = mode
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
