@@ -28,6 +28,7 @@ from clipwise.draws import SecretDraws
 from clipwise.engine import ChunkEngine, Views
 from clipwise.guard import Guarded
 from clipwise.methods import Method
+from clipwise.methods.method import Probe
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
@@ -59,6 +60,11 @@ from clipwise.types import (
 FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant post".split()
 )
+
+
+def _probes(method: Method) -> set[Probe | None]:
+    """Where a method takes gradients, now and in its later phases."""
+    return {phase.probe for phase in method.phases}
 
 
 @dataclass(frozen=True)
@@ -167,9 +173,10 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
-        check_weights(method, trainable(self.model))
-        if method.probe is not self._method.probe:
-            self._tested.clear()  # it takes gradients elsewhere
+        for phase in method.phases:
+            check_weights(phase, trainable(self.model))
+        if _probes(method) - _probes(self._method):
+            self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
             used = f"{self._methods_used}; from step {self._taken}: {method}"
