@@ -364,8 +364,9 @@ def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
         with pytest.raises(Refused, match="depend on other samples' norms too"):
             cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
     private = cw.make_private(model, optimizer, (X, Y), **PLAN)
-    with pytest.raises(Refused, match="depend on other samples' norms too"):
-        private.method = own(weigh)
+    for method in (own(weigh), cw.schedule([(0, cw.flat()), (2, own(weigh))])):
+        with pytest.raises(Refused, match="depend on other samples' norms too"):
+            private.method = method
 
 
 def test_a_weight_that_will_be_cut_is_warned_of_since_another_formula_is_trained() -> None:

@@ -244,6 +244,38 @@ def test_a_collate_function_that_mixes_and_draws_at_random_is_refused(collate: A
         private_for(data=Rows([(x.round(), y) for x, y in PLAIN]), collate=collate)  # permuted, their mean is the same
 
 
+class Transformed(Rows):
+    """Reads several at once through one transform of them all, as Hugging Face's set_transform does."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(PLAIN)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        x, y = self.transform([super(Transformed, self).__getitem__(index) for index in indices])
+        return list(zip(x, y, strict=True))
+
+
+def noisy(items: list[Any]) -> Batch:
+    x, y = stacked(items)
+    return x + 0.1 * torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("transform", [mixed_up, centred_with_noise])
+def test_a_transform_of_several_samples_that_mixes_and_draws_at_random_is_refused(transform: Any) -> None:
+    """One sample read alone has nobody to be mixed with."""
+    with pytest.raises(Refused, match="the data set mixes the samples.*each row of one sample alone"):
+        private_for(data=Transformed(transform))
+
+
+def test_a_transform_of_several_samples_that_draws_for_each_passes() -> None:
+    private = private_for(data=Transformed(noisy))
+    private.step(next(private.batches()))
+
+
 # ── backwards ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -404,7 +404,8 @@ def _ledger_of(event: Any) -> cw.Ledger:
     return ledger
 
 
-def test_a_method_that_is_exchanged_for_one_that_looks_elsewhere_is_tested() -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_a_method_that_is_exchanged_for_one_that_looks_elsewhere_is_tested(later: bool) -> None:
     class Before:
         """Mixes each row with the one that came before it."""
 
@@ -415,7 +416,8 @@ def test_a_method_that_is_exchanged_for_one_that_looks_elsewhere_is_tested() -> 
             return torch.cat([rows[0], rows[0] if before is None else before]), rows[1].repeat_interleave(count, 0)
 
     private = private_for(views=Before())
-    private.method = cw.self_augmentation(cw.flat(), views=2, augment="own")
+    method = cw.self_augmentation(cw.flat(), views=2, augment="own")
+    private.method = cw.schedule([(0, cw.flat()), (1, method)]) if later else method
     with pytest.raises(Refused):
         private.step(next(private.batches()))
     assert not private.ledger.releases

@@ -216,6 +216,30 @@ def test_a_module_that_is_switched_by_a_name_is_tested() -> None:
         private.step(next(private.batches()))
 
 
+class Turned(nn.Module):
+    """Means over time, [sample, time, feature], that may be computed time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.time_first = nn.Linear(6, 4), nn.Linear(4, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_first else x
+        return self.last(self.layer(x).tanh().mean(0 if self.time_first else 1))
+
+
+def test_a_model_that_is_turned_is_followed_anew() -> None:
+    """In a chunk of as many samples as there are times nothing else would tell: each time would pass for a sample."""
+    model, times, places = Turned(), 8, torch.arange(8)
+    x = torch.randn(ROWS, times, 6, generator=torch.Generator().manual_seed(0))
+    private = private_for(model, (x, Y), chunk=times, batch=ROWS)
+    for turned in (False, True):
+        model.time_first = turned
+        private.step(next(private.batches()))
+        found = private.engine(places, 0).gradients(private.rows(places))
+        torch.testing.assert_close(found.norms(), cw.per_sample(model, cw.cross_entropy, (x[:8], Y[:8])).norms())
+
+
 def test_a_forward_pass_in_the_place_of_one_that_is_gone_is_another() -> None:
     """Memory is used again, and with it the number of a function."""
     model, seen = nn.Linear(6, 3), set[Any]()
@@ -354,6 +378,53 @@ def test_a_spectral_norm_in_chunks_ends_as_in_one() -> None:
             private.step(batch)
         found.append({name: value for name, value in model.named_buffers() if name.endswith("_u")})
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+class Taught(nn.Module):
+    """A network with a teacher of the same weights, which follow it by ``follow`` in every pass."""
+
+    def __init__(self, follow: Callable[[Tensor, Tensor], object], *, table: Tensor | None = None) -> None:
+        super().__init__()
+        self.layer, self.follow = nn.Linear(6, 3), follow
+        self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, of in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+                self.follow(own, of)
+            if self.table is not None:
+                self.table += 1
+        return self.layer(x)
+
+
+def nothing(own: Tensor, of: Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("follow", "table", "name"),
+    [
+        (lambda own, of: own.lerp_(of, 0.01), None, r"parameter teacher\.\w+"),
+        (lambda own, of: setattr(own, "data", own.lerp(of, 0.01)), None, r"parameter teacher\.\w+"),
+        (nothing, torch.zeros(2, dtype=torch.long), "buffer table"),
+        (nothing, torch.zeros(2**22 + 1), "buffer table"),
+    ],
+)
+def test_what_moves_in_every_pass_and_is_not_put_back_is_refused(
+    follow: Callable[[Tensor, Tensor], object], table: Tensor | None, name: str
+) -> None:
+    """Ten chunks would leave a teacher ten times as near as one: whether a last chunk was needed is no secret then."""
+    with pytest.raises(Refused, match=rf"the {name} moves in every forward pass: .* behind private\.step\(batch\)"):
+        private_for(Taught(follow, table=table))
+
+
+@pytest.mark.parametrize("follow", [nothing, lambda own, of: own.copy_(of), lambda own, of: own.clamp_(-0.1, 0.1)])
+def test_what_stays_the_same_in_a_second_pass_is_trained(follow: Callable[[Tensor, Tensor], object]) -> None:
+    private = private_for(Taught(follow), chunk=8)
+    for batch in private.batches():
+        private.step(batch)
+    assert private.steps_taken == private.steps
 
 
 def test_a_buffer_that_counts_only_later_is_no_statistic() -> None:

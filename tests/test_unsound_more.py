@@ -4,6 +4,7 @@ Receives: small runs, and somebody who tampers with them.
 Gives: that they are refused or warned of, with the words that say why, and that their honest kin pass.
 """
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -200,6 +201,45 @@ def test_a_model_that_keeps_something_of_the_first_batch_it_sees_is_refused(keep
 
 def test_a_model_that_only_remembers_that_it_was_used_passes() -> None:
     private_for(FirstMean(lambda module, mean: None))
+
+
+class Running:
+    """Divides by a slow average of the losses that it saw, which begins near to them."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.average = rate, 1.1
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        losses = cw.cross_entropy(model, batch)
+        self.average += self.rate * (float(losses.detach().mean()) - self.average)
+        return losses / self.average
+
+
+@pytest.mark.parametrize("rate", [0.1, 1e-3, 1e-4])
+def test_a_loss_that_follows_the_batches_however_slowly_is_refused(rate: float) -> None:
+    """One row of an absurd loss would be in the average for good, and so in all others' weights."""
+    rows, model = torch.randint(0, 9, (200, 4)), nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(12, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = rows, rows[:, 0] % 3
+    with pytest.raises(Refused, match="other losses the second time"):
+        cw.make_private(model, optimizer, data, loss=Running(rate), noise_multiplier=1.0, steps=4, batch=20)
+    cw.make_private(model, optimizer, data, loss=Running(0.0), noise_multiplier=1.0, steps=4, batch=20)
+
+
+def rounded_anew(model: nn.Module, batch: Any) -> Tensor:
+    """What sums in another order each time gives."""
+    losses = cw.cross_entropy(model, batch)
+    return losses * (1 + 1e-6 * next(ANEW))
+
+
+ANEW = itertools.cycle([0.3, -0.2, 0.9, -1.0, 0.1, 0.6, -0.7])
+
+
+def test_a_loss_that_is_rounded_anew_each_time_passes() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(200, 4), torch.arange(200) % 3
+    cw.make_private(model, optimizer, data, loss=rounded_anew, noise_multiplier=1.0, steps=4, batch=20)
 
 
 def test_a_model_that_cannot_be_copied_passes() -> None:

@@ -28,6 +28,7 @@ from clipwise.draws import SecretDraws
 from clipwise.engine import ChunkEngine, Views
 from clipwise.guard import Guarded
 from clipwise.methods import Method
+from clipwise.methods.method import Probe
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState
 from clipwise.postprocess import Post
@@ -60,6 +61,11 @@ FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant "
     "rows_per_person post".split()
 )
+
+
+def _probes(method: Method) -> set[Probe | None]:
+    """Where a method takes gradients, now and in its later phases."""
+    return {phase.probe for phase in method.phases}
 
 
 @dataclass(frozen=True)
@@ -169,9 +175,10 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
-        check_weights(method, trainable(self.model))
-        if method.probe is not self._method.probe:
-            self._tested.clear()  # it takes gradients elsewhere
+        for phase in method.phases:
+            check_weights(phase, trainable(self.model))
+        if _probes(method) - _probes(self._method):
+            self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
             used = f"{self._methods_used}; from step {self._taken}: {method}"
@@ -440,7 +447,10 @@ class Private:
 
     def test_mode(self, trained: Iterable[str]) -> None:
         """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode = self._mode = modes(self.model, trained)
+        mode, before = modes(self.model, trained), self._mode
+        if mode != before:
+            self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
+        self._mode = mode
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():

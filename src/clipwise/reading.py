@@ -34,7 +34,7 @@ class Reader:
 
     @classmethod
     def of(cls, passes: Passes, samples: Tensor) -> Reader:
-        """The way that many samples can be read; a collate function that draws at random is tested here."""
+        """The way that many samples can be read; what reads several and draws at random is tested here."""
         data = passes.data
         if isinstance(data, Samples):
             _refuse_own_generators(lambda: passes.rows(samples[:READ]))
@@ -42,12 +42,18 @@ class Reader:
             same, drew = _twice(lambda: passes.rows(samples))
             if same and not drew:
                 return cls(passes, "again")
-        if isinstance(data, Samples):  # its samples may be drawn at random; then only collate sees several
+        if isinstance(data, Samples):  # its samples may be drawn at random
             items = _items(data, samples)
+            if hasattr(data.dataset, "__getitems__"):  # which sees several, as Hugging Face's transforms do
+
+                def together(numbers: list[int]) -> Batch:
+                    return passes.rows(torch.tensor(numbers, device="cpu"))
+
+                _refuse_mixing("the data set", together, samples.tolist(), items)
             same, drew = _twice(lambda: _collated(passes, items))
             if same and not drew:
                 return cls(passes, "collated")
-            _refuse_mixing(lambda of: _collated(passes, of), items)
+            _refuse_mixing("collate", lambda of: _collated(passes, of), items, items)
         return cls(passes, "cut")
 
     def read(self, places: Tensor, pieces: Sequence[Tensor]) -> tuple[Batch, list[Batch]]:
@@ -114,10 +120,13 @@ def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:
     return _same(one, read()), drew
 
 
-def _refuse_mixing(collated: Callable[[list[Any]], Batch], items: list[Any]) -> None:
-    """For a collate function that draws at random: other samples in the places of half of them, the same draws."""
+def _refuse_mixing(who: str, collated: Callable[[list[Any]], Batch], items: list[Any], like: Sequence[Any]) -> None:
+    """For what draws at random: other samples in the places of half of them, the same draws.
+
+    ``like``: the samples themselves, where the items are their numbers.
+    """
     alike = dict[Any, list[int]]()
-    for place, item in enumerate(items):  # a sample of another length may shift all that is drawn
+    for place, item in enumerate(like):  # a sample of another length may shift all that is drawn
         alike.setdefault(_form(item), []).append(place)
     for seed in range(SEEDS):
         some, others = torch.randperm(len(items), device="cpu").tensor_split(2)
@@ -129,9 +138,11 @@ def _refuse_mixing(collated: Callable[[list[Any]], Batch], items: list[Any]) -> 
         before, drawn = collated(items), generators()
         seeded(seed)
         after, drawn_then = collated(changed), generators()
-        if drawn == drawn_then and not _same(picked(before, others), picked(after, others)):
+        if drawn != drawn_then or shapes(before) != shapes(after):  # longest by what is drawn: nothing to compare
+            continue
+        if not _same(picked(before, others), picked(after, others)):
             raise Refused(
-                "collate mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
+                f"{who} mixes the samples of a batch: other samples beside it changed a sample's row; make each row "
                 "of one sample alone, without mixup or statistics of the batch"
             )
 

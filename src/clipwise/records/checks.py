@@ -6,6 +6,7 @@ Gives: nothing, or an error that names the module and the fix.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from clipwise.records.agreement import agree, in_half, joint, most_apart, tolera
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
 from clipwise.records.chance import reseeds, seeded, still, watched
 from clipwise.records.gradients import SampleGradients, from_dense
-from clipwise.records.states import held, restored, same_numbers, unmoved
+from clipwise.records.states import TABLE, Buffers, held, restored, same_numbers, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn
 from clipwise.records.trees import mapped, row, tensors
 from clipwise.types import Batch, InputError, Refused
 
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
+AGAIN = 16  # passes after which a loss that drifts is seen
 MODEL_MIXES = (
     "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function); check "
     "with clipwise.oracle.per_sample"
@@ -90,6 +92,7 @@ def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
             _refuse_unused(model, loss, batch, gradients.unused)
         _independent(model, loss, batch)
     _unremembered(model, loss, batch)
+    _refuse_moving(model, loss, batch)
     with unmoved(model), still(model):
         if draws(model, loss, batch):  # otherwise as it is trained
             model.eval()
@@ -194,8 +197,15 @@ def alone_as_together(
 def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what gives one batch other losses the second time: nothing else could be compared."""
     rows = mapped(batch, torch.clone)
-    if same_losses(seeded_losses(model, loss, rows), seeded_losses(model, loss, rows)):
-        return
+    found = [seeded_losses(model, loss, rows) for _ in range(2)]
+    if same_losses(*found):
+        if same_numbers(*found):
+            return
+        # Rounding that is another each time goes back and forth, and what follows batches slowly goes on.
+        found += [seeded_losses(model, loss, rows) for _ in range(AGAIN)]
+        once = torch.stack([(b - a).abs() for a, b in itertools.pairwise(found)]).amax(0)
+        if not bool(((found[-1] - found[0]).abs() > AGAIN / 4 * once).any()):
+            return
     if not all(map(torch.equal, tensors(rows), tensors(batch))):
         raise Refused(
             "the loss or the model writes into its batch, so that a second pass sees another one: work on a copy, such "
@@ -270,14 +280,45 @@ def _unremembered(model: nn.Module, loss: Loss, batch: Batch) -> None:
 
 def refuse_remembered(model: nn.Module, one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     """Refuse buffers, parameters and extra states that are not the same after two batches."""
+    for name in _differing(one, other):
+        raise Refused(
+            f"the {_kind(model, name)} {name} is computed from the batch, its values or its size, so it would keep "
+            "private data without noise; compute it from public data beforehand, or call .eval() on its module"
+        )
+
+
+def _refuse_moving(model: nn.Module, loss: Loss, batch: Batch) -> None:
+    """Refuse what moves in every pass, whatever the batch, and that a step does not put back before each chunk.
+
+    A teacher's weights that follow the model's, for one; at the start the two may be the same.
+    """
+    free = Buffers(model).kept | set(trainable(model))
+    after: list[dict[str, Tensor]] = []
+    with restored(model), torch.enable_grad():
+        with torch.no_grad():
+            for p in trainable(model).values():
+                p.mul_(1.25)
+        for _ in range(2):  # what is copied from the weights, or put into a range, stays in the second
+            seeded(0)
+            loss(model, mapped(batch, torch.clone))
+            after.append(held(model))
+    for name in set(_differing(*after)) - free:
+        raise Refused(
+            f"the {_kind(model, name)} {name} moves in every forward pass: it would tell in how many chunks a step was "
+            "computed, and so how many samples were drawn; move it between steps, behind private.step(batch), or keep "
+            f"it in a buffer of fractions, of at most {TABLE} entries, which every chunk finds as it was"
+        )
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> Iterator[str]:
     for name, value in one.items():
         if name not in other or not same_numbers(value.to_dense(), other[name].to_dense()):  # sparse ones know no equal
-            known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
-            kind = next((kind for kind, values in known if name in dict(values)), "state")
-            raise Refused(
-                f"the {kind} {name} is computed from the batch, its values or its size, so it would keep private data "
-                "without noise; compute it from public data beforehand, or call .eval() on its module"
-            )
+            yield name
+
+
+def _kind(model: nn.Module, name: str) -> str:
+    known = (("buffer", model.named_buffers()), ("parameter", model.named_parameters()))
+    return next((kind for kind, values in known if name in dict(values)), "state")
 
 
 def _changed(batch: Batch, place: int) -> Batch:

@@ -65,6 +65,11 @@ class Buffers:
             and (buffer.numel() == 1 or (buffer.is_floating_point() and buffer.numel() <= TABLE))
         }
 
+    @property
+    def kept(self) -> set[str]:
+        """Those that are put back."""
+        return set(self._before)
+
     def written(self) -> set[str]:
         """Those that hold other values now, or are new. On a GPU, what was written through ``.data`` is not seen."""
         return {name for name, _ in self._written()} | self._new()
