@@ -30,6 +30,7 @@ from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
 from clipwise.data import load
 from clipwise.methods import METHODS, parse
+from clipwise.private import Private
 from clipwise.report import read
 from clipwise.report.answer import in_numbers, privacy_costs
 from clipwise.start import make_private
@@ -939,6 +940,36 @@ def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write
         assert "write clipwise train --resume 'all/a run', which was interrupted" in one_line(capsys, words)
     assert main(["train", "--resume", "all/a run", "--quiet"]) == 0
     assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
+
+
+def test_a_run_that_was_stopped_in_its_first_step_is_resumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Private, "step", stopped)
+        assert main(small("--folder", "run", "--quiet")) == 130
+    assert "write clipwise train --resume run" in capsys.readouterr().err
+    assert not (here / "run" / "ledger.jsonl").exists()  # nothing was released
+    assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "run"])
+    assert main(["train", "--resume", "run", "--quiet"]) == 0
+    assert Ledger(here / "run" / "ledger.jsonl").releases == 4
+
+
+def test_ctrl_c_is_heard_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, waiting = signal.signal, [signal.SIGINT]
+
+    def at_once(kind: signal.Signals, handler: Any) -> Any:
+        before = install(kind, handler)
+        if waiting:
+            signal.raise_signal(waiting.pop())
+        return before
+
+    monkeypatch.setattr(signal, "signal", at_once)
+    with patient(Bar(quiet=True)) as heard:
+        assert heard.is_set()
 
 
 def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
