@@ -121,7 +121,7 @@ def command_of(folder: Path) -> str | None:
     Not by its other files: a run that was stopped in its first step has no ledger yet, as a comparison has none.
     """
     lines = text_in(folder / SETTINGS).split("\n")
-    known = {"method": "train", "methods": "compare", "experiments": "reproduce"}  # what the settings of each begin with
+    known = {"method": "train", "methods": "compare", "experiments": "reproduce"}  # a setting that only they have
     return next((known[name] for name in (line.partition(" = ")[0] for line in lines) if name in known), None)
 
 
