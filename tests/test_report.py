@@ -34,7 +34,7 @@ from clipwise.report import epsilon_together, read
 from clipwise.report.answer import alarms, answer, in_numbers, ranking, refuted
 from clipwise.report.figures import Axis, Line, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
-from clipwise.report.page import page
+from clipwise.report.page import document, page
 from clipwise.report.svg import _apart, formatted, share, ticks
 from clipwise.types import InputError
 
@@ -528,6 +528,10 @@ def test_a_ledger_that_was_only_added_up_is_not_called_audited_and_membership_in
     assert "the ledger agrees with the statement; nothing was attacked" in text and "every claim holds" not in text
     said = "Membership inference, logistic: area 0.509, 95% in [0.498, 0.520], 0.5 is guessing; 1.2% of the members at"
     assert f"{said} 1% false alarms." in text
+
+
+def test_a_run_that_is_pointed_at_stands_out_however_many_there_are() -> None:
+    assert '[data-on="41"] .chart .s[data-run="41"]{opacity:1}' in document("many", '<g class="s" data-run="41"></g>')
 
 
 def test_beside_the_accuracy_the_page_says_what_needs_no_model(compared: Path, others: Path) -> None:
