@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,9 +23,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from clipwise import cross_entropy, train
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import main
 from clipwise.cli.parts import spent_before
@@ -725,6 +729,22 @@ def test_tensorboard_gets_the_recorded_numbers(base: Path, tmp_path: Path) -> No
     own = [next(iter(row["methods"].values())) for row in lines(tmp_path / "run" / "diagnostics.jsonl")]
     seen = [each.value for each in found.Scalars("not private/direction_error")]
     assert seen == pytest.approx([each["direction_error"] for each in own], rel=1e-6)
+
+
+def test_a_run_that_is_stopped_closes_the_file_of_its_curves(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    before = threading.active_count()  # TensorBoard writes in a thread of its own
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            nn.Linear(3, 2), cross_entropy, (x, y), noise_multiplier=1.0, steps=3, batch=10, delta=1e-3,
+            folder=tmp_path / "run", tensorboard=True, evaluate=lambda _: {"one": 1}, evaluate_every=1, progress=stop,
+        )  # fmt: skip
+    assert threading.active_count() == before
 
 
 def test_without_tensorboard_nothing_is_begun(
