@@ -41,7 +41,7 @@ from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device, tensors
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
-from clipwise.sampling import chunks, poisson
+from clipwise.sampling import CHUNK, chunks, poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
@@ -468,11 +468,11 @@ class Private:
 
     @functools.cached_property
     def fingerprint(self) -> Tensor:
-        """SHA-256 of all samples in their order: 32 bytes. Not private."""
+        """SHA-256 of all samples in their order: 32 bytes, the same whatever the run's chunk. Not private."""
         found = hashlib.sha256()
         with kept(()):
             seeded(0)  # what is drawn in reading is drawn alike
-            for piece in chunks(torch.arange(len(self.data), device="cpu"), self._passes.chunk):
+            for piece in chunks(torch.arange(len(self.data), device="cpu"), CHUNK):
                 for column in tensors(self.data.rows(piece)):
                     found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
