@@ -21,6 +21,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -36,9 +37,10 @@ from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
 from clipwise.report.answer import alarms, answer, in_numbers, ranking, refuted
-from clipwise.report.figures import Axis, Line, Rank, figures
+from clipwise.report.figures import Axis, Figure, Line, Panel, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
 from clipwise.report.page import document, page
+from clipwise.report.plots import plotted
 from clipwise.report.svg import _apart, formatted, share, ticks
 from clipwise.types import InputError
 
@@ -644,6 +646,17 @@ def test_text_has_a_contrast_of_four_and_a_half_and_lines_of_three(theme: str) -
         assert all(_contrast(known[ink], known[paper]) >= 4.5 for paper in ("card", "paper")), ink
     assert all(_contrast(known[f"{each}-ink"], known[each]) >= 4.5 for each in ("warn", "false"))
     assert all(_contrast(known[f"s{number}"], known["card"]) >= 3 for number in range(8))
+
+
+def test_plots_leave_a_program_s_own_backend_as_it_is(tmp_path: Path) -> None:
+    line = Line("psac", 0, (1.0, 2.0), (0.5, 0.7))
+    before = matplotlib.get_backend()
+    matplotlib.use("pdf")
+    try:
+        plotted([Figure("quality", "", "", (Panel("", Axis("step"), Axis("accuracy"), (line,)),))], tmp_path)
+        assert matplotlib.get_backend() == "pdf"
+    finally:
+        matplotlib.use(before)
 
 
 def test_plots_are_written_as_pixels_and_vectors_with_the_same_names(compared: Path, tmp_path: Path) -> None:
