@@ -176,6 +176,7 @@ class Private:
             self._methods_used = used if self._taken else str(method)
 
     def _go_on_with(self, method: Method) -> None:
+        """Make the next steps by this method, if it samples and accounts for its private state as the one before."""
         plan = DicePlan.of(method, self.expected_batch, len(self.data))
         if plan != self.dice or method.recall != self._method.recall:
             raise Refused(
@@ -265,12 +266,12 @@ class Private:
             )
         if fast is not None:
             fast.refuse_changed()
-        self._refuse_others(parameters)
+        self._refuse_other_parameters(parameters)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode(parameters)
         return parameters
 
-    def _refuse_others(self, parameters: Mapping[str, Tensor]) -> None:
+    def _refuse_other_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         """Refuse that other parameters are trained than in the step before, where something is remembered of each."""
         method, known = self.method, self.state.released
         if known is None or known.keys() == parameters.keys():
@@ -290,7 +291,7 @@ class Private:
 
     def _step(self, batch: PoissonBatch) -> None:
         parameters, method = self._checked(batch), self.method
-        self._warn_of_others()
+        self._warn_of_other_runs()
         private, event, following = self._summed(batch, parameters)
         self._warn_of_lost()
         refuse_gradients(self.optimizer, parameters)  # now: the loss may have called backward() for another model
@@ -405,6 +406,7 @@ class Private:
         )
 
     def _sampled(self, stream: Stream) -> Tensor:
+        """A Poisson draw of the next step's samples: of all, or of the group whose turn it is (DiceSGD in blocks)."""
         plan = self.dice
         if plan is None or plan.groups == 1:
             return poisson(len(self.data), self.sampling_rate, stream)
@@ -413,6 +415,7 @@ class Private:
         return group[poisson(len(group), plan.step_rate, stream)] if len(group) else group
 
     def _place(self, plan: DicePlan) -> int:
+        """Which step of its block the next one is, and so which group of samples it draws from."""
         return (self.steps_taken - self._begun) % plan.groups
 
     @property
@@ -445,9 +448,9 @@ class Private:
             self._tested.add(mode)
 
     def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
-        """The self-test again, where a step wrote to buffers that nothing was written to in it: statistics begin late.
+        """Repeat the self-test where the step wrote to buffers that no pass of it wrote to, as late statistics do.
 
-        What was written is gone then, whether it is refused or not.
+        What the step wrote is undone first, so that it is gone whether the model passes now or is refused.
         """
         if self._mode not in self._tested:
             return
@@ -507,7 +510,7 @@ class Private:
                 stacklevel=4,
             )
 
-    def _warn_of_others(self) -> None:
+    def _warn_of_other_runs(self) -> None:
         known = trained_by(self.model)
         if known not in (self.ledger, self._warned_of) and trained_elsewhere(self.model, self.ledger.entries):
             self._warned_of = known

@@ -56,8 +56,8 @@ def private_sum(
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
-    ``most``: samples that a chunk may hold, a public constant (``weigh``).
-    ``alone``: there is at most one chunk, whose last sums are used at once and need no copy.
+    ``most``: how many samples a chunk may hold, a public constant, which the margin for rounding follows (``weigh``).
+    ``alone``: there is at most one chunk, whose sums are given as they are, without a copy in float64.
     """
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
