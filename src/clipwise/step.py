@@ -147,6 +147,12 @@ def fed_back(
     return fed, with_errors(residual, kept)  # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
 
 
+def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
+    """What clipping keeps of a vector of this norm."""
+    share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
+    return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
+
+
 @dataclass
 class Momenta:
     """One momentum for each sample, m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7), over one full batch."""
@@ -170,12 +176,6 @@ class Momenta:
             return self.before
         order = torch.cat([samples for samples, _ in self._now]).argsort()
         return {name: torch.cat([part[name] for _, part in self._now])[order] for name in self._now[0][1]}
-
-
-def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
-    """What clipping keeps of a vector of this norm."""
-    share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
-    return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
 
 
 @dataclass(frozen=True)
