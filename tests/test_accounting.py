@@ -652,6 +652,17 @@ def test_a_bad_number_of_runs_is_an_error(change, message):
         selection(RUN, 1e-5, **{"runs": 8, **change})
 
 
+def test_a_ledger_extended_by_another_holds_what_recording_one_by_one_leaves(tmp_path):
+    one, other = Ledger(tmp_path / "one"), Ledger(tmp_path / "other")
+    for event in (A, A, B, A):
+        one.record(event)
+    other.extend([(A, 2), (B, 0), (B, 1), (A, 1)])
+    assert other.entries == one.entries and other.releases == 4
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    other.extend([(A, 10**5)])  # at once: a long run's are not written line by line
+    assert Ledger(tmp_path / "other").releases == 4 + 10**5
+
+
 # --- the statement ---------------------------------------------------------------------------------------------------
 
 KNOWN = {

@@ -30,8 +30,9 @@ from clipwise.cli.stopping import again, patient, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
 from clipwise.data import load
 from clipwise.methods import METHODS, parse
+from clipwise.private import Private
 from clipwise.report import read
-from clipwise.report.answer import in_numbers, privacy_costs
+from clipwise.report.answer import RunNumbers, in_numbers, privacy_costs, told
 from clipwise.start import make_private
 from clipwise.types import InputError
 
@@ -540,23 +541,22 @@ def test_what_privacy_costs_is_told_against_the_best_private_run(
     words = ["compare", "--data", "npz:data.npz", *FAST, "--steps", "2", "--methods", "flat; psac", "--folder", "both"]
     assert main([*words, "--quiet"]) == 0
 
-    def told(**measured: float | None) -> str:
-        row = {"method": "no privacy", "loss": 0.1, "seconds": 1.0, **measured}
+    def measured(**without: float | None) -> list[RunNumbers]:
+        row = {"method": "no privacy", "loss": 0.1, "seconds": 1.0, **without}
         (here / "both/no-privacy.jsonl").write_text(json.dumps(row) + "\n")
-        capsys.readouterr()
-        assert main(["report", "both"]) == 0
-        return " ".join(capsys.readouterr().out.split())
+        return in_numbers(read([here / "both"]))
 
-    top = max(run.last["accuracy"] for run in read([here / "both"]))
-    assert "Without privacy" not in told(accuracy=0.5, loss=None)  # it diverged
-    assert "reached 100.0%: privacy costs" in told(accuracy=1.0)
-    assert f"{100 - round(100 * top, 1):.1f} percentage points, at ε =" in told(accuracy=1.0)
-    assert "reached 0.0%: it found nothing. Give it a smaller learning rate" in told(accuracy=0.0)
-    told(accuracy=0.8)
-    (row, _) = (replace(row, accuracy=0.9, baseline=0.5) for row in in_numbers(read([here / "both"])))
+    assert "Without privacy" not in " ".join(told(measured(accuracy=0.5, loss=None)))  # it diverged
+    assert "reached 0.0%: it found nothing. Give it a smaller learning rate" in " ".join(told(measured(accuracy=0.0)))
+    (row, _) = (replace(row, accuracy=0.9, baseline=0.5) for row in measured(accuracy=0.8))
     (said,) = privacy_costs([row])
     assert said.startswith("Without privacy the same network reached 80.0%, no better than *flat*")
-    told(accuracy=1.0)
+    top = max(row.accuracy or 0.0 for row in measured(accuracy=1.0))
+    capsys.readouterr()
+    assert main(["report", "both"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reached 100.0%: privacy costs" in said
+    assert f"{100 - round(100 * top, 1):.1f} percentage points, at ε =" in said
     shown = (here / "both/report.html").read_text()
     assert "Without privacy the same network reached 100.0%" in shown and "covered by no ε: show it only to" in shown
 
@@ -939,6 +939,36 @@ def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write
         assert "write clipwise train --resume 'all/a run', which was interrupted" in one_line(capsys, words)
     assert main(["train", "--resume", "all/a run", "--quiet"]) == 0
     assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
+
+
+def test_a_run_that_was_stopped_in_its_first_step_is_resumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Private, "step", stopped)
+        assert main(small("--folder", "run", "--quiet")) == 130
+    assert "write clipwise train --resume run" in capsys.readouterr().err
+    assert not (here / "run" / "ledger.jsonl").exists()  # nothing was released
+    assert "holds one run: write clipwise train" in one_line(capsys, ["compare", "--resume", "run"])
+    assert main(["train", "--resume", "run", "--quiet"]) == 0
+    assert Ledger(here / "run" / "ledger.jsonl").releases == 4
+
+
+def test_ctrl_c_is_heard_from_the_first_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    install, waiting = signal.signal, [signal.SIGINT]
+
+    def at_once(kind: signal.Signals, handler: Any) -> Any:
+        before = install(kind, handler)
+        if waiting:
+            signal.raise_signal(waiting.pop())
+        return before
+
+    monkeypatch.setattr(signal, "signal", at_once)
+    with patient(Bar(quiet=True)) as heard:
+        assert heard.is_set()
 
 
 def test_a_run_that_was_written_on_a_gpu_is_resumed_without_one(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:

@@ -40,10 +40,10 @@ def network(*last: nn.Module) -> nn.Sequential:
     [
         lambda model: outputs(model, X),
         lambda model: quality(model, Arrays((X, Y))),
-        lambda model: mia.logits(model, X),
+        lambda model: mia.statistic(model, (X, Y)),
         lambda model: measures.calibrated(model, Arrays((X, Y))),
     ],
-    ids=["outputs", "quality", "logits", "calibrated"],
+    ids=["outputs", "quality", "membership", "calibrated"],
 )
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_model_keeps_its_modes_also_where_it_raises(look: Callable[[nn.Module], object], broken: bool) -> None:
@@ -63,7 +63,7 @@ def test_outputs_in_pieces_are_those_of_the_model_in_evaluation_mode() -> None:
     assert torch.equal(found, outputs(model, X)) and torch.equal(wanted, Y)
     assert not found.requires_grad
     torch.testing.assert_close(found, model.eval()(X))
-    assert mia.logits(model, X).dtype == torch.float64
+    assert mia.statistic(model, (X, Y)).dtype == np.float64
 
 
 def test_quality_is_accuracy_and_mean_loss_or_the_mean_square() -> None:

@@ -96,7 +96,7 @@ def test_on_cuda_a_chunk_of_the_found_size_fits_and_twice_as_many_rows_do_not() 
 def test_auto_chunks_hold_as_many_rows_as_fit_and_a_processor_keeps_to_small_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from clipwise import make_private, start
+    from clipwise import make_private, sampling
 
     def made(**how: Any) -> Any:
         model = nn.Linear(4, 2)
@@ -106,7 +106,7 @@ def test_auto_chunks_hold_as_many_rows_as_fit_and_a_processor_keeps_to_small_one
             model, optimizer, data, noise_multiplier=1.0, delta=1e-4, steps=1, batch=300, noise=0, **how
         )
 
-    assert made(chunk="auto")._passes.chunk == made()._passes.chunk == start.CHUNK
+    assert made(chunk="auto")._passes.chunk == made()._passes.chunk == sampling.CHUNK
     assert made(chunk=7)._passes.chunk == 7
     with pytest.raises(InputError, match="whole number or 'auto'"):
         made(chunk="all")

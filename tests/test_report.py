@@ -15,16 +15,21 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from clipwise import cross_entropy, train
 from clipwise.accounting import Ledger, spent
 from clipwise.cli import main
 from clipwise.cli.parts import spent_before
@@ -32,9 +37,10 @@ from clipwise.cli.screen import _measured
 from clipwise.plain import rounded_up
 from clipwise.report import epsilon_together, read
 from clipwise.report.answer import alarms, answer, in_numbers, ranking, refuted
-from clipwise.report.figures import Axis, Line, Rank, figures
+from clipwise.report.figures import Axis, Figure, Line, Panel, Rank, figures
 from clipwise.report.look import _DARK, _LIGHT, HUES
-from clipwise.report.page import page
+from clipwise.report.page import document, page
+from clipwise.report.plots import plotted
 from clipwise.report.svg import _apart, formatted, share, ticks
 from clipwise.types import InputError
 
@@ -530,6 +536,10 @@ def test_a_ledger_that_was_only_added_up_is_not_called_audited_and_membership_in
     assert f"{said} 1% false alarms." in text
 
 
+def test_a_run_that_is_pointed_at_stands_out_however_many_there_are() -> None:
+    assert '[data-on="41"] .chart .s[data-run="41"]{opacity:1}' in document("many", '<g class="s" data-run="41"></g>')
+
+
 def test_beside_the_accuracy_the_page_says_what_needs_no_model(compared: Path, others: Path) -> None:
     runs = read([compared])
     same = runs[0].last["baseline"]
@@ -638,6 +648,17 @@ def test_text_has_a_contrast_of_four_and_a_half_and_lines_of_three(theme: str) -
     assert all(_contrast(known[f"s{number}"], known["card"]) >= 3 for number in range(8))
 
 
+def test_plots_leave_a_program_s_own_backend_as_it_is(tmp_path: Path) -> None:
+    line = Line("psac", 0, (1.0, 2.0), (0.5, 0.7))
+    before = matplotlib.get_backend()
+    matplotlib.use("pdf")
+    try:
+        plotted([Figure("quality", "", "", (Panel("", Axis("step"), Axis("accuracy"), (line,)),))], tmp_path)
+        assert matplotlib.get_backend() == "pdf"
+    finally:
+        matplotlib.use(before)
+
+
 def test_plots_are_written_as_pixels_and_vectors_with_the_same_names(compared: Path, tmp_path: Path) -> None:
     two = [compared / "1-flat", compared / "2-psac"]
     assert main(["report", *map(str, two), "--folder", str(tmp_path)]) == 0
@@ -721,6 +742,22 @@ def test_tensorboard_gets_the_recorded_numbers(base: Path, tmp_path: Path) -> No
     own = [next(iter(row["methods"].values())) for row in lines(tmp_path / "run" / "diagnostics.jsonl")]
     seen = [each.value for each in found.Scalars("not private/direction_error")]
     assert seen == pytest.approx([each["direction_error"] for each in own], rel=1e-6)
+
+
+def test_a_run_that_is_stopped_closes_the_file_of_its_curves(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    x, y = torch.randn(20, 3), torch.arange(20) % 2
+    before = threading.active_count()  # TensorBoard writes in a thread of its own
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            nn.Linear(3, 2), cross_entropy, (x, y), noise_multiplier=1.0, steps=3, batch=10, delta=1e-3,
+            folder=tmp_path / "run", tensorboard=True, evaluate=lambda _: {"one": 1}, evaluate_every=1, progress=stop,
+        )  # fmt: skip
+    assert threading.active_count() == before
 
 
 def test_without_tensorboard_nothing_is_begun(

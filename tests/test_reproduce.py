@@ -501,6 +501,7 @@ def test_an_interrupted_experiment_goes_on_and_ends_as_if_it_had_not_been(
     holds = "parts holds an experiment: write clipwise reproduce --resume parts"
     for command in ("train", "compare"):
         assert holds in one_line(capsys, [command, "--resume", "parts"])
+    assert "write clipwise reproduce --resume parts, which was" in one_line(capsys, ["report", "parts/2-0"])
     assert "keeps its settings, got --scale small" in one_line(
         capsys, ["reproduce", "--resume", "parts", "--scale", "small"]
     )

@@ -190,6 +190,9 @@ def test_features_are_of_pictures_alone(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", x=np.zeros((10, 5), np.float32), y=np.arange(10) % 2)
     with pytest.raises(InputError, match=r"is for pictures \[channel, height, width\], got samples of shape \[5\]"):
         load(f"npz:{tmp_path}/rows.npz?features=scattering")
+    np.savez(tmp_path / "whole.npz", x=np.zeros((10, 1, 8, 8), np.int32), y=np.arange(10) % 2)
+    with pytest.raises(InputError, match="in bytes or fractions, got whole numbers"):
+        load(f"npz:{tmp_path}/whole.npz?features=scattering")
     with pytest.raises(InputError, match="unknown features"):
         load(f"{pictures(tmp_path)}?features=wavelets")
 

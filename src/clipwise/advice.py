@@ -19,7 +19,7 @@ from clipwise.diagnostics import Diagnosis, measure
 from clipwise.methods import METHODS, Method
 from clipwise.records import Loss, SampleGradients, device_of, per_sample
 from clipwise.records.trees import on_device
-from clipwise.sampling import chunks
+from clipwise.sampling import CHUNK, chunks
 from clipwise.types import InputError, Part, PrivateSum
 
 FAMILIES = ("flat", "automatic", "psac", "normalised", "global_")  # the simplest first
@@ -118,7 +118,7 @@ def compared(looks: Iterable[SampleGradients], *, noise_multiplier: float, expec
     )
 
 
-def histogram(model: nn.Module, loss: Loss, data: RowDataset, chunk: int = 256) -> PrivateSum:
+def histogram(model: nn.Module, loss: Loss, data: RowDataset, chunk: int = CHUNK) -> PrivateSum:
     """How many samples' norms lie below EDGES, in each of its bins, and above; not finite ones are in none.
 
     A sample is in one bin at most, so that adding or removing it moves one count by one: sensitivity 1.

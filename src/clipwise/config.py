@@ -327,7 +327,8 @@ class AuditConfig(Output):
 
 C = TypeVar("C", bound=Output)
 
-# Who names one on the command line has not asked for those in the file that it stands in the place of.
+# setting → others that say the same thing in another way: a layer that has it drops them from the layers below, so that
+# --epochs on the command line replaces the file's steps
 INSTEAD = {
     "epsilon": ("noise_multiplier",),
     "noise_multiplier": ("epsilon",),

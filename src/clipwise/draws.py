@@ -23,10 +23,14 @@ T = TypeVar("T")
 
 
 class SecretDraws:
-    """Draws go by a row's place in its batch, so whoever could foresee them would learn who else is in it.
+    """Computes steps with all generators seeded from the run's own secret stream, and puts the generators back.
 
-    Nothing is seeded for a model without dropout that drew nothing in its first step in this mode, on data that are
-    tensors; a dropout may be of 0 for a while. Where it draws later all the same, it is computed again.
+    A row's mask depends on the row's place in the batch: whoever could foresee the draws, from a seed that the user
+    set, could tell from one sample's gradient how many others were drawn before it.
+
+    Seeding takes time, so it is left out where nothing draws: a model without dropout modules (one of p = 0 may be
+    turned on later), on data that are tensors, whose first step in this mode drew nothing. Should torch's generator be
+    used in a later step all the same, that step is computed again, seeded.
     """
 
     def __init__(self, model: nn.Module, data: RowDataset) -> None:
@@ -35,7 +39,7 @@ class SecretDraws:
         self._draws: dict[Modes, bool] = {}  # by the model's mode, whether a step draws at random
 
     def computed(self, stream: Stream, mode: Modes, compute: Callable[[], T], *, empty: bool) -> T:
-        """What is computed in a step; an ``empty`` one does not tell whether others draw."""
+        """What ``compute`` gives in this step; nothing is learnt from an ``empty`` step about whether others draw."""
         device = device_of(self._model)
         if not self._draws.get(mode, True):
             before = drawn_on(device)

@@ -42,7 +42,7 @@ from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device, tensors
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
-from clipwise.sampling import chunks, poisson
+from clipwise.sampling import CHUNK, chunks, poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
@@ -185,6 +185,7 @@ class Private:
             self._methods_used = used if self._taken else str(method)
 
     def _go_on_with(self, method: Method) -> None:
+        """Make the next steps by this method, if it samples and accounts for its private state as the one before."""
         plan = DicePlan.of(method, self.expected_batch, len(self.data))
         if plan != self.dice or method.recall != self._method.recall:
             raise Refused(
@@ -274,12 +275,12 @@ class Private:
             )
         if fast is not None:
             fast.refuse_changed()
-        self._refuse_others(parameters)
+        self._refuse_other_parameters(parameters)
         refuse_modules(self.model)  # a model.train() since the last step may have woken a BatchNorm
         self.test_mode(parameters)
         return parameters
 
-    def _refuse_others(self, parameters: Mapping[str, Tensor]) -> None:
+    def _refuse_other_parameters(self, parameters: Mapping[str, Tensor]) -> None:
         """Refuse that other parameters are trained than in the step before, where something is remembered of each."""
         method, known = self.method, self.state.released
         if known is None or known.keys() == parameters.keys():
@@ -299,7 +300,7 @@ class Private:
 
     def _step(self, batch: PoissonBatch) -> None:
         parameters, method = self._checked(batch), self.method
-        self._warn_of_others()
+        self._warn_of_other_runs()
         private, event, following = self._summed(batch, parameters)
         self._warn_of_lost()
         refuse_gradients(self.optimizer, parameters)  # now: the loss may have called backward() for another model
@@ -416,6 +417,7 @@ class Private:
         )
 
     def _sampled(self, stream: Stream) -> Tensor:
+        """A Poisson draw of the next step's samples: of all, or of the group whose turn it is (DiceSGD in blocks)."""
         plan = self.dice
         if plan is None or plan.groups == 1:
             return poisson(len(self.data), self.sampling_rate, stream)
@@ -424,6 +426,7 @@ class Private:
         return group[poisson(len(group), plan.step_rate, stream)] if len(group) else group
 
     def _place(self, plan: DicePlan) -> int:
+        """Which step of its block the next one is, and so which group of samples it draws from."""
         return (self.steps_taken - self._begun) % plan.groups
 
     @property
@@ -459,9 +462,9 @@ class Private:
             self._tested.add(mode)
 
     def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
-        """The self-test again, where a step wrote to buffers that nothing was written to in it: statistics begin late.
+        """Repeat the self-test where the step wrote to buffers that no pass of it wrote to, as late statistics do.
 
-        What was written is gone then, whether it is refused or not.
+        What the step wrote is undone first, so that it is gone whether the model passes now or is refused.
         """
         if self._mode not in self._tested:
             return
@@ -482,11 +485,11 @@ class Private:
 
     @functools.cached_property
     def fingerprint(self) -> Tensor:
-        """SHA-256 of all samples in their order: 32 bytes. Not private."""
+        """SHA-256 of all samples in their order: 32 bytes, the same whatever the run's chunk. Not private."""
         found = hashlib.sha256()
         with kept(()):
             seeded(0)  # what is drawn in reading is drawn alike
-            for piece in chunks(torch.arange(len(self.data), device="cpu"), self._passes.chunk):
+            for piece in chunks(torch.arange(len(self.data), device="cpu"), CHUNK):
                 for column in tensors(self.data.rows(piece)):
                     found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
         return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
@@ -521,7 +524,7 @@ class Private:
                 stacklevel=4,
             )
 
-    def _warn_of_others(self) -> None:
+    def _warn_of_other_runs(self) -> None:
         known = trained_by(self.model)
         if known not in (self.ledger, self._warned_of) and trained_elsewhere(self.model, self.ledger.entries):
             self._warned_of = known

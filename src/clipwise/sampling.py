@@ -16,6 +16,7 @@ from torch import Tensor
 from clipwise.randomness import Stream
 from clipwise.types import InputError, positive, whole
 
+CHUNK = 256  # rows that are read, and go through a model, at a time, unless somebody says otherwise
 _BLOCK = 1 << 20  # uniforms held at a time: 8 MiB whatever the size of the data set
 
 

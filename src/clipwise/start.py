@@ -39,7 +39,7 @@ from clipwise.randomness import stream_of
 from clipwise.records import Loss
 from clipwise.records.chance import kept, seeded
 from clipwise.refusals import check_model, try_loss
-from clipwise.sampling import largest_batch
+from clipwise.sampling import CHUNK, largest_batch
 from clipwise.step import check_weights
 from clipwise.trained import trained_elsewhere
 from clipwise.types import (
@@ -51,8 +51,6 @@ from clipwise.types import (
     spelled,
     whole,
 )
-
-CHUNK = 256  # rows that go through the model at a time, unless the user says otherwise
 
 
 @spelled

@@ -56,8 +56,8 @@ def private_sum(
 
     Guarantees: adding or removing a sample moves block r by at most its bound, after rounding; a sample whose gradient
     is not finite contributes exactly zero. Edge cases: an empty batch gives zeros, which are released like any other.
-    ``most``: samples that a chunk may hold, a public constant (``weigh``).
-    ``alone``: there is at most one chunk, whose last sums are used at once and need no copy.
+    ``most``: how many samples a chunk may hold, a public constant, which the margin for rounding follows (``weigh``).
+    ``alone``: there is at most one chunk, whose sums are given as they are, without a copy in float64.
     """
     blocks = method.blocks(tuple(parameters))
     groups, rule = [block.names for block in blocks], Rule(tuple(blocks), most)
@@ -147,6 +147,12 @@ def fed_back(
     return fed, with_errors(residual, kept)  # E_{t+1} = E_t − clip(E_t, c2) + Σ (1 − w_i) v_i
 
 
+def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
+    """What clipping keeps of a vector of this norm."""
+    share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
+    return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
+
+
 @dataclass
 class Momenta:
     """One momentum for each sample, m_i ← γ g_i + (1 − γ) m_i (paper 0, Algorithm 1, line 7), over one full batch."""
@@ -170,12 +176,6 @@ class Momenta:
             return self.before
         order = torch.cat([samples for samples, _ in self._now]).argsort()
         return {name: torch.cat([part[name] for _, part in self._now])[order] for name in self._now[0][1]}
-
-
-def _share(norm: Tensor, bound: float, *, normalise: bool = False) -> Tensor:
-    """What clipping keeps of a vector of this norm."""
-    share = bound / ((1 + MARGIN) * norm.clamp(min=torch.finfo(torch.float64).tiny))
-    return torch.where(norm > 0, share if normalise else share.clamp(max=1.0), 0.0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -145,7 +146,8 @@ def train(
     loop = _Loop(private, schedule, average, ema, place, evaluate, monitor, board)
     if resume:
         loop.restore()
-    with private.ledger:  # a run that is stopped lets go of its file too
+    # a run that is stopped lets go of its files too
+    with private.ledger, nullcontext() if board is None else closing(board):
         if not resume:
             loop.checkpoint()  # whatever stops the run from now on, it can be resumed
         try:
@@ -357,8 +359,6 @@ class _Loop:
             self.folder.write(STATEMENT_TEXT, statement.text())
             for name in (CHECKPOINT, HIDDEN):
                 (self.folder.path / name).unlink(missing_ok=True)
-        if self.board is not None:
-            self.board.close()
         place = None if self.folder is None else self.folder.path
         return Run(self.model, statement, tuple(self.metrics), place, citation, tuple(self.looks))
 

@@ -67,18 +67,13 @@ class Ledger:
         *Guarantees*: afterwards its line survives the end of this process; with ``sync`` (write it wherever a
         checkpoint follows) it and all earlier ones also survive a power failure. After an error nothing was counted.
         """
-        cost(event)
-        numbers = {name: float(v) for name, v in vars(event).items() if not isinstance(v, (bool, str))}
-        event = replace(event, **numbers)  # type: ignore[arg-type]  # 2 and 2.0 are one event, written in one way
-        # File first: whoever is stopped between the two lines has counted a release too many, never one too few.
-        self._write(_line(event), sync)
-        self._count(event)
+        self._record(event, 1, sync)
 
     def extend(self, entries: Iterable[tuple[Event, int]]) -> None:
         """Count what another ledger holds, such as an earlier use of the same data."""
         for event, count in entries:
-            for _ in range(whole("count", count, least=0)):
-                self.record(event)
+            if whole("count", count, least=0):
+                self._record(event, count, sync=False)
 
     def sync(self) -> None:
         """Make what was recorded survive a power failure; call it before a checkpoint is written."""
@@ -108,17 +103,25 @@ class Ledger:
         """Let go of the file."""
         self.close()
 
-    def _count(self, event: Event) -> None:
-        if self._runs and self._runs[-1][0] == event:
-            self._runs[-1] = (event, self._runs[-1][1] + 1)
-        else:
-            self._runs.append((event, 1))
+    def _record(self, event: Event, count: int, sync: bool) -> None:
+        cost(event)
+        numbers = {name: float(v) for name, v in vars(event).items() if not isinstance(v, (bool, str))}
+        event = replace(event, **numbers)  # type: ignore[arg-type]  # 2 and 2.0 are one event, written in one way
+        # File first: whoever is stopped between the two lines has counted a release too many, never one too few.
+        self._write(_line(event) * count, sync)
+        self._count(event, count)
 
-    def _write(self, line: bytes, sync: bool) -> None:
-        """Append a line, whole or not at all."""
+    def _count(self, event: Event, count: int = 1) -> None:
+        if self._runs and self._runs[-1][0] == event:
+            self._runs[-1] = (event, self._runs[-1][1] + count)
+        else:
+            self._runs.append((event, count))
+
+    def _write(self, lines: bytes, sync: bool) -> None:
+        """Append lines, all of them whole or none."""
         if self._path is None:
             return
-        text = self._repair + line
+        text = self._repair + lines
         try:
             if self._file is None:
                 # Unbuffered: a buffer would keep a line that failed and write it later, uncounted.

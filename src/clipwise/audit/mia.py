@@ -67,11 +67,6 @@ def roc(members: Array, others: Array, confidence: float = 0.95) -> Roc:
     return Roc(fpr, tpr, area, max(0.0, area - width), min(1.0, area + width))
 
 
-def logits(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The model's outputs for all inputs, in evaluation mode, float64."""
-    return outputs(model, inputs).double()
-
-
 def logistic_attack(
     model: nn.Module, members: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], confidence: float = 0.95
 ) -> Roc:
@@ -79,7 +74,7 @@ def logistic_attack(
 
     Its features are the logits, the label, and the label's own loss, which a linear function of the first two lacks.
     """
-    parts = [_features(logits(model, inputs), labels.cpu()) for inputs, labels in (members, others)]
+    parts = [_features(outputs(model, inputs).double(), labels.cpu()) for inputs, labels in (members, others)]
     x = torch.cat(parts)
     x = (x - x.mean(0)) / x.std(0).clamp(min=1e-12)
     member = torch.arange(len(parts[0]) + len(parts[1]), device="cpu").lt(len(parts[0])).double()
@@ -119,7 +114,7 @@ def statistic(model: nn.Module, data: tuple[Tensor, Tensor]) -> Array:
     Of a regression it is ln p_y of a normal around the output, less what does not depend on the model.
     """
     inputs, labels = data
-    out, which = logits(model, inputs), labels.cpu()[:, None]
+    out, which = outputs(model, inputs).double(), labels.cpu()[:, None]
     if which.is_floating_point():
         return (-(out - which).square().squeeze(1)).numpy()
     own = out.gather(1, which).squeeze(1)

@@ -29,11 +29,7 @@ class Layer:
 
 def slowest(gradients: SampleGradients, most: int = 10) -> list[Layer]:
     """The parameters whose norm and sum take longest, the slowest first."""
-    forms = {
-        n: "vmap" if s.fallback else s.form.name if s.form else "backward"
-        for s in gradients.sites
-        for n in s.parameters
-    }
+    forms = {name: site.how for site in gradients.sites for name in site.parameters}
     layers = [Layer(name, forms.get(name, "backward"), *times) for name, times in timed(gradients).items()]
     return sorted(layers, key=lambda layer: -(layer.norm + layer.total))[:most]
 

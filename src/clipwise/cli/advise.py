@@ -42,6 +42,7 @@ from clipwise.report.figures import Figure
 from clipwise.report.folder import LEDGER, refuse_unfit, write
 from clipwise.report.plots import plotted
 from clipwise.report.runs import short
+from clipwise.sampling import CHUNK
 from clipwise.types import Gaussian, InputError, PoissonGaussian, positive, whole
 
 WHAT = "histogram of gradient norms before training, for advice"
@@ -175,7 +176,7 @@ def _from_norms(
     )
     event = Gaussian(sigma, WHAT)
     model = network(plan, splits).model  # its weights are drawn from a seed: they know nothing of the data
-    secret = histogram(model, loss_of(splits), splits.train, plan.chunk or 256)
+    secret = histogram(model, loss_of(splits), splits.train, plan.chunk or CHUNK)
     released = release(secret, event, stream_of("secure" if config.noise_seed is None else config.noise_seed))
     folder.mkdir(parents=True, exist_ok=True)
     with Ledger(folder / LEDGER) as ledger:

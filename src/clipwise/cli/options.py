@@ -41,8 +41,8 @@ def read(command: str, settings: type[C], arguments: Sequence[str], about: str) 
         if not word.startswith("-"):
             raise InputError(f"unexpected {word!r}: options begin with --, see {parser.prog} --help")
         raise InputError(f"unknown option {word!r}: {_guess(word, parser)}")
-    path = given.pop("config")
-    typed = {name: _value(name, kinds(settings)[name], value) for name, value in given.items()}
+    path, known = given.pop("config"), kinds(settings)
+    typed = {name: _value(name, known[name], value) for name, value in given.items()}
     return made(settings, from_toml(settings, path) if path is not None else {}, typed)
 
 
@@ -82,7 +82,7 @@ def filled(text: str, first: str = "") -> str:
 
 
 def _parser(command: str, settings: type[Output], about: str) -> argparse.ArgumentParser:
-    fields = dataclasses.fields(settings)
+    fields, known = dataclasses.fields(settings), kinds(settings)
     words = [each for each in fields if each.metadata["positional"]]
     parser = _Parser(
         prog=f"clipwise {command}",
@@ -102,7 +102,7 @@ def _parser(command: str, settings: type[Output], about: str) -> argparse.Argume
         title = each.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add(groups[title], each, kinds(settings)[each.name])
+        _add(groups[title], each, known[each.name])
     last = groups["output"]
     last.add_argument("--config", metavar="FILE", default=None, help="read settings from TOML; options win over it")
     last.add_argument("-h", "--help", action="store_true", default=False, help="this text")

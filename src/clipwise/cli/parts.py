@@ -34,7 +34,8 @@ from clipwise.report.runs import refuse_other_releases, statement_in
 from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
 
 EPOCHS = 20.0
-SMALL = ("digits", "adult", "wine_red", "california_housing", "csv", "jsonl")  # unless they are texts
+# data so small that one thread is fastest, unless their columns are texts
+SMALL = ("digits", "adult", "wine_red", "california_housing", "csv", "jsonl")
 PRECISIONS = ("float32", "bf16")
 MEASUREMENTS = 10  # of a run, unless evaluate_every says otherwise
 # the network for each data set, unless one is named; mlp for the others

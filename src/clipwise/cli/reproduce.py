@@ -53,6 +53,7 @@ from clipwise.records import Capture, Loss, device_of
 from clipwise.records.trees import on_device
 from clipwise.report import RunFolder
 from clipwise.report.folder import CHECKPOINT, SETTINGS, measurements, text_in, write
+from clipwise.sampling import CHUNK
 from clipwise.types import Gradient, InputError, Refused, whole
 
 SMALL = "Small scale: another data size, length or network than the paper's, so only the claims compare."
@@ -307,7 +308,7 @@ def _descended(
         steps=steps,
         batch=plan.batch,
         seed=plan.seed,
-        chunk=plan.chunk or 256,
+        chunk=plan.chunk or CHUNK,
         scheduler=None if schedule is None else schedule(optimizer),
         post=None if plan.post is None else postprocess.parse(plan.post),
         keep=keep,

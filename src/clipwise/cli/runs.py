@@ -32,11 +32,11 @@ from clipwise.private import Private
 from clipwise.records import device_of
 from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, write
+from clipwise.sampling import CHUNK
 from clipwise.start import Privacy
 from clipwise.types import InputError, whole
 
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
-CHUNK = 256  # rows that go through a model at a time, where the settings do not say
 LOOKS_APART = 50  # steps at least, so that looks cost little
 # (model, the method as it is now, steps made) → what else to measure; called at each measurement
 AtMeasurement = Callable[[nn.Module, Method, int], None]

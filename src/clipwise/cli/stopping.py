@@ -11,7 +11,6 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -21,14 +20,13 @@ from typing import TypeVar
 from clipwise import methods
 from clipwise.cli.screen import Bar
 from clipwise.config import CompareConfig, ReproduceConfig, TrainConfig, Training, flag, from_toml, made
-from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT, text_in
+from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT
+from clipwise.report.runs import command_of
 from clipwise.types import InputError
 
 C = TypeVar("C", TrainConfig, CompareConfig, ReproduceConfig)
-SEVERAL: dict[type, tuple[str, str]] = {  # runs in folders within one: what they are, and whose
-    CompareConfig: ("a comparison", "compare"),
-    ReproduceConfig: ("an experiment", "reproduce"),
-}
+COMMANDS: dict[type, str] = {TrainConfig: "train", CompareConfig: "compare", ReproduceConfig: "reproduce"}
+SEVERAL = {"compare": "a comparison", "reproduce": "an experiment"}  # what their folders hold: runs in folders within
 
 
 class Stopped(KeyboardInterrupt):
@@ -55,8 +53,10 @@ def patient(bar: Bar) -> Iterator[threading.Event]:
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
-    before = {kind: signal.signal(kind, hear) for kind in (signal.SIGINT, signal.SIGTERM)}
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
+        for kind in before:  # known by now: a signal may come in between
+            signal.signal(kind, hear)
         yield heard
     finally:
         restore()
@@ -93,8 +93,7 @@ def begun(config: CompareConfig | ReproduceConfig, folder: Path) -> Iterator[Non
 
 def again(config: Training | ReproduceConfig, folder: Path) -> str:
     """The command that goes on with what is in this folder, where it is now: its settings do not say where."""
-    _, command = SEVERAL.get(type(config), ("run", "train"))
-    words = ["clipwise", command, "--resume", str(folder)]
+    words = ["clipwise", COMMANDS[type(config)], "--resume", str(folder)]
     words += ["--device", config.device] if config.device != "cpu" else []
     return shlex.join([*words, "--tensorboard"] if isinstance(config, Training) and config.tensorboard else words)
 
@@ -102,10 +101,7 @@ def again(config: Training | ReproduceConfig, folder: Path) -> str:
 def resumed(config: C, folder: str) -> C:
     """The settings of what is in the folder, with what this call says about how and where; others would change it."""
     place = Path(folder)
-    if type(config) in SEVERAL:
-        _refuse_other(place, type(config))
-    else:
-        _refuse_finished(place)
+    _refuse_other(place, COMMANDS[type(config)])
     before = made(type(config), from_toml(type(config), place / SETTINGS))
     free = {each.name for each in fields(config) if not each.metadata["kept"] and each.name != "folder"}
     for name in sorted(config.spoken - free):
@@ -115,31 +111,19 @@ def resumed(config: C, folder: str) -> C:
     return replace(before, **{name: getattr(config, name) for name in free})
 
 
-def _refuse_finished(place: Path) -> None:
-    if (place / STATEMENT).is_file():
+def _refuse_other(place: Path, command: str) -> None:
+    """Refuse a folder that does not hold what this command goes on with."""
+    held = command_of(place)
+    if command == "train" and (place / STATEMENT).is_file():
         raise InputError(f"the run in {place} is finished: repeat it with clipwise train --config {place / SETTINGS}")
-    if (place / SETTINGS).is_file() and not (place / LEDGER).is_file():
-        raise _holds(place)
-    if not (place / CHECKPOINT).is_file():
-        raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
-
-
-def _refuse_other(place: Path, kind: type) -> None:
-    if (place / LEDGER).is_file():
+    if held in SEVERAL and held != command:
+        raise InputError(f"{place} holds {SEVERAL[held]}: write clipwise {held} --resume {shlex.quote(str(place))}")
+    if command == "train":
+        if not (place / CHECKPOINT).is_file():
+            raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
+    elif held == "train" or (place / LEDGER).is_file():  # one made in Python may have no settings
         raise InputError(f"{place} holds one run: write clipwise train --resume {shlex.quote(str(place))}")
-    if not (place / SETTINGS).is_file():
+    elif held is None:
         raise InputError(
-            f"there is nothing to resume in {place}: expected {SEVERAL[kind][0]}, a folder with {SETTINGS}"
+            f"there is nothing to resume in {place}: expected {SEVERAL[command]}, a folder with {SETTINGS}"
         )
-    if _kind(place) is not kind:
-        raise _holds(place)
-
-
-def _holds(place: Path) -> InputError:
-    what, command = SEVERAL[_kind(place)]
-    return InputError(f"{place} holds {what}: write clipwise {command} --resume {shlex.quote(str(place))}")
-
-
-def _kind(place: Path) -> type:
-    """Of the runs in folders within this one."""
-    return ReproduceConfig if "experiments" in tomllib.loads(text_in(place / SETTINGS)) else CompareConfig

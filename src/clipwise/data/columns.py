@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from clipwise.data.source import escaped, plain
+from clipwise.data.source import escaped, unescaped
 from clipwise.types import InputError, whole
 
 
@@ -106,7 +106,7 @@ def meaning(text: str) -> tuple[str, Meaning]:
     """``age:17..90``, ``born:1900-01-01..2020-12-31|``, ``sex:Female|Male``, ``town:#16`` or ``age``: what it means."""
     name, colon, said = text.partition(":")
     number, *missing = said.split("|")
-    name, match = plain(name), _RANGE.fullmatch(number)
+    name, match = unescaped(name), _RANGE.fullmatch(number)
     if not colon:
         return name, AsIs()
     if said.startswith("#"):
@@ -117,7 +117,7 @@ def meaning(text: str) -> tuple[str, Meaning]:
             low, high = (_day(limit) if dates else float(limit) for limit in (match[2], match[3]))
         except ValueError:
             low = high = np.nan
-        words = tuple(map(plain, missing))
+        words = tuple(map(unescaped, missing))
         if not (np.isfinite([low, high]).all() and low < high and (low > -1 or not match[1])):
             raise InputError(
                 f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {number!r}: write {name}:0..100, or "
@@ -129,7 +129,7 @@ def meaning(text: str) -> tuple[str, Meaning]:
                 f"write '{name}:{number}|NA', or '{name}:{number}|' where cells are blank"
             )
         return name, Range(low, high, log=bool(match[1]), missing=words, dates=dates)
-    values = tuple(plain(value) for value in said.split("|"))
+    values = tuple(unescaped(value) for value in said.split("|"))
     if len(values) < 2 or len(set(values)) < len(values) or not all(values):
         raise InputError(
             f"{name} must be said to be a range, values or buckets, got {said!r}: write {name}:0..100, "

@@ -24,7 +24,7 @@ from clipwise.types import Refused
 MOST = 100_000  # rows in which copies are looked for
 TELLING = 8  # different fractions in a row: two people do not have them all in common by chance
 AT_ONCE = 256
-TIMES = range(2, 11)  # how often a data set may hold all of its samples: 0 is then again at 1/2, 1/3, … of its length
+TIMES = range(2, 11)  # a data set that repeats all samples so often has sample 0 again at 1/2, 1/3, … of its length
 
 
 def warn_of_copies(data: RowDataset) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clipwise.data.source import Layout, Source, folder_with, parsed, plain
+from clipwise.data.source import Layout, Source, folder_with, parsed, unescaped
 from clipwise.data.splits import Splits
 from clipwise.data.tables import SEPARATORS, Table, encoded, read_csv
 
@@ -79,11 +79,12 @@ def table(source: Source) -> Splits:
     published = PUBLISHED[source.name]
     _, folder = folder_with(source, [Layout(published.files, published.places)], published.home)
     said = {**parsed(f"{source.name}?{published.options}").options, **source.options}
-    names = [plain(name) for name in said.get("names", "").split(",") if name]
+    source = Source(source.text, source.name, folder, said)
+    names = [unescaped(name) for name in source.listed("names")]
     separator = SEPARATORS[said.get("separator", "comma")]
 
     def read(path: Path) -> Table:
         text = published.mend(path.read_text(encoding="utf-8-sig"))
         return read_csv(path, text, names, separator, quoted=separator != "\t")
 
-    return encoded(Source(source.text, source.name, folder, said), [read(folder / file) for file in published.files])
+    return encoded(source, [read(folder / file) for file in published.files])

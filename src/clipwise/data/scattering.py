@@ -135,6 +135,10 @@ def with_features(splits: Splits) -> Splits:
             f"features=scattering is for pictures [channel, height, width], got samples of shape {list(splits.shape)}: "
             "leave it out"
         )
+    if splits.tokens:
+        raise InputError(
+            "features=scattering is for pictures in bytes or fractions, got whole numbers: write x.astype('uint8')"
+        )
     colours, height, width = splits.shape
     shape = (CHANNELS * colours, height // STEP, width // STEP)
 

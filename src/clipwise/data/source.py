@@ -65,7 +65,7 @@ def parsed(text: str) -> Source:
     return Source(text, name, Path(path).expanduser(), options)
 
 
-def plain(text: str) -> str:
+def unescaped(text: str) -> str:
     """An item of a value with its %-signs resolved."""
     return unquote(text).strip()
 

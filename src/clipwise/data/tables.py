@@ -23,7 +23,7 @@ from torch import Tensor
 
 from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_date, is_number, meaning, numeric, word
 from clipwise.data.datasets import Arrays
-from clipwise.data.source import Source, escaped, file_of, plain
+from clipwise.data.source import Source, escaped, file_of, unescaped
 from clipwise.data.splits import Splits, divided
 from clipwise.data.text import sizes, tokenised
 from clipwise.types import InputError, nearest
@@ -39,7 +39,7 @@ def splits(source: Source) -> Splits:
     """A csv, tsv or jsonl file, and the one with its test part where ``test_file`` names it."""
     files = [source.path]
     if "test_file" in source.options:
-        files.append(Path(plain(source.options["test_file"])).expanduser())
+        files.append(Path(unescaped(source.options["test_file"])).expanduser())
     return encoded(source, [read(source, file) for file in files])
 
 
@@ -60,10 +60,10 @@ def read(source: Source, path: Path, without: str | None = None) -> Table:
 
 def _csv(source: Source, without: str | None, path: Path) -> Table:
     """``separator`` and ``names`` (of the columns) say where the file has others, or no first line."""
-    names = [plain(name) for name in source.listed("names")]
+    names = [unescaped(name) for name in source.listed("names")]
     tabs = path.suffix == ".tsv"
     given = source.options.get("separator", "tab" if tabs else "comma")
-    separator = SEPARATORS.get(given, plain(given))
+    separator = SEPARATORS.get(given, unescaped(given))
     if len(separator) != 1:
         raise InputError(f"separator must be one sign or {', '.join(SEPARATORS)}, got {given!r}: write separator=;")
     return read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs, without=without)
@@ -193,7 +193,7 @@ def said_of(source: Source, table: Table) -> Said:
             f"the label {name} must be said to be classes or a range, got {source.options['label']!r}: write "
             f"'label={name}:low|high' or label={name}:0..10, all of --data in quotes"
         )
-    text = tuple(map(plain, source.listed("text")))
+    text = tuple(map(unescaped, source.listed("text")))
     if text and "columns" in source.options:
         raise InputError("data must have either text or columns, got both: leave one out")
     columns = dict(map(meaning, source.listed("columns")))
@@ -243,7 +243,7 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = bare[words[0]]
         meant = {escaped(name): _dates(bare[name]) or "#16" for name in words}
-        items = [f"{item}:{meant[name]}" if (name := escaped(plain(item))) in meant else item for item in items]
+        items = [f"{item}:{meant[name]}" if (name := escaped(unescaped(item))) in meant else item for item in items]
         how = (
             "with the first and the last day that you know it can hold"
             if _dates(first)

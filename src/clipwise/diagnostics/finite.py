@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.methods import layerwise
+from clipwise.methods.layerwise import by_layer
 from clipwise.records import SampleGradients
 from clipwise.types import Gradient, InputError
 
@@ -72,8 +72,7 @@ def finite_part(gradients: SampleGradients) -> FiniteGradients:
 
 def layers_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Layer → its parameters, as ``layerwise`` has them: what shares a module, weight and bias together."""
-    blocks = layerwise().blocks(names)
-    return {block.names[0].rpartition(".")[0] or "(model)": block.names for block in blocks}
+    return {layer or "(model)": own for layer, own in by_layer(names).items()}
 
 
 def within(names: Sequence[Hashable], groups: Sequence[Sequence[Hashable]]) -> Tensor:

@@ -21,12 +21,11 @@ from clipwise.postprocess import Post, identity
 from clipwise.randomness import SeededStream
 from clipwise.records import Capture, Loss, trainable
 from clipwise.records.states import Buffers
-from clipwise.sampling import poisson
+from clipwise.sampling import CHUNK, poisson
 from clipwise.step import fed_back, private_sum, zeros
 from clipwise.types import Gradient, InputError, whole
 
 NOT_PRIVATE = "not private: trained without noise, for analysis only"
-CHUNK = 256
 # (steps taken, the engine for these samples) → nothing; called after each step
 AfterStep = Callable[[int, Callable[[Tensor], Engine]], None]
 

@@ -21,14 +21,9 @@ def plotted(experiment: Experiment, results: Sequence[Result], folder: Path) -> 
     """Draw the figure and write it; none where there is none to draw."""
     if experiment.plot is None:
         return ()
-    import matplotlib  # slow to import, and most commands draw nothing
-    from matplotlib import pyplot
-
-    matplotlib.use("Agg")  # files only: there may be no screen
-
     plot = {"curve": "steps", "x": "step", "y": list(experiment.shown), "diagonal": False, "log": [], **experiment.plot}
     drawn = {"lines": _lines, "bars": _bars, "histogram": _histogram, "heatmap": _heatmap}[plot["kind"]]
-    figure = drawn(pyplot, experiment, results, plot)
+    figure = drawn(experiment, results, plot)
     paper, _, which = experiment.name.removesuffix(".toml").rpartition("/")
     note = " (small scale: not the paper's setting)" if experiment.reduced else ""
     figure.suptitle(f"{Path(paper).name} {which}: {experiment.title}{note}", fontsize=9, wrap=True)
@@ -36,22 +31,24 @@ def plotted(experiment: Experiment, results: Sequence[Result], folder: Path) -> 
     places = tuple(folder / f"{which}.{ending}" for ending in ("png", "svg"))
     for place in places:
         figure.savefig(place, dpi=150)
-    pyplot.close(figure)
     return places
 
 
-def _panels(pyplot: Any, count: int) -> tuple[Any, list[Any]]:
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    from matplotlib.figure import Figure  # slow to import, and most commands draw nothing
+
     across = min(3, max(1, count))
     down = -(-max(1, count) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(SIZE[0] * across, SIZE[1] * down), squeeze=False)
+    figure = Figure(figsize=(SIZE[0] * across, SIZE[1] * down))
+    axes = figure.subplots(down, across, squeeze=False)
     for spare in axes.flat[count:]:
         spare.set_visible(False)
     return figure, list(axes.flat[:count])
 
 
-def _lines(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+def _lines(experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
     """A panel for each quantity with a line for each run."""
-    figure, axes = _panels(pyplot, len(plot["y"]))
+    figure, axes = _panels(len(plot["y"]))
     for axis, quantity in zip(axes, plot["y"], strict=True):
         for result in results:
             rows = [row for row in result.curves.get(plot["curve"], []) if quantity in row]
@@ -70,9 +67,9 @@ def _lines(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot:
     return figure
 
 
-def _bars(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+def _bars(experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
     """A panel for each quantity with a bar for each run, and the paper's number as a line on it."""
-    figure, axes = _panels(pyplot, len(plot["y"]))
+    figure, axes = _panels(len(plot["y"]))
     for axis, quantity in zip(axes, plot["y"], strict=True):
         shown = [result for result in results if quantity in result.values]
         axis.barh([r.name for r in shown], [r.values[quantity] for r in shown], xerr=_errors(shown, quantity))
@@ -90,9 +87,9 @@ def _errors(results: Sequence[Result], quantity: str) -> list[float] | None:
     return [r.spread[quantity] for r in results] if all(quantity in r.spread for r in results) else None
 
 
-def _histogram(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+def _histogram(experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
     """A panel for each run with the values that its quantities took over the run."""
-    figure, axes = _panels(pyplot, len(results))
+    figure, axes = _panels(len(results))
     took = {
         result.name: {
             quantity: [row[quantity] for row in result.curves.get(plot["curve"], []) if quantity in row]
@@ -112,12 +109,12 @@ def _histogram(pyplot: Any, experiment: Experiment, results: Sequence[Result], p
     return figure
 
 
-def _heatmap(pyplot: Any, experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
+def _heatmap(experiment: Experiment, results: Sequence[Result], plot: Mapping[str, Any]) -> Any:
     """A panel for each entry of runs; rows and columns are the two things that it runs over."""
     values = {result.name: result.values[plot["y"][0]] for result in results}
     planned = [run for run in experiment.runs if run.name in values]
     groups = list(dict.fromkeys(run.group for run in planned))
-    figure, axes = _panels(pyplot, len(groups))
+    figure, axes = _panels(len(groups))
     low, high = min(values.values()), max(values.values())
     for axis, group in zip(axes, groups, strict=True):
         own = [run for run in planned if run.group == group]

@@ -39,7 +39,7 @@ def layerwise(base: Method | Mapping[str, Method] | None = None, noise: Noise = 
 
     @cache  # the same blocks whenever they are asked for: what was recorded for some serves for equal ones
     def split(names: Sequence[str]) -> tuple[Block, ...]:
-        members = _by_prefix(names, given) if given is not None else _by_layer(names)
+        members = _by_prefix(names, given) if given is not None else by_layer(names)
         if given is not None:
             each = {key: given[key] for key in members}
         else:
@@ -70,7 +70,7 @@ def _rescaled(method: Method, clip_norm: float) -> Method:
     return METHODS[method.name](**{**method.settings, "clip_norm": clip_norm})
 
 
-def _by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """A layer is what shares a module: weight and bias together."""
     layers: dict[str, list[str]] = {}
     for name in names:

@@ -185,12 +185,12 @@ class SampleGradients:
         lines = [head + ("; norm and sum, ms" if measure else "")]
         times = timed(self) if measure else {}
         for site in self.sites:
-            form = "vmap" if site.fallback else "backward" if site.form is None else site.form.name
             costs = (f"{site.form.gram_cost:>12,} {site.form.written_cost:>12,}") if site.form else f"{'':25}"
             own = [times[name] for name in site.parameters if name in times]
             took = f" {sum(norm for norm, _ in own):9.3f} {sum(total for _, total in own):9.3f}" if own else ""
             tuned = _tuned(site.form) if site.form else ""
-            lines.append(f"{', '.join(site.parameters):40} {site.operation:18} {form:9} {costs}{took}{tuned}".rstrip())
+            names = ", ".join(site.parameters)
+            lines.append(f"{names:40} {site.operation:18} {site.how:9} {costs}{took}{tuned}".rstrip())
         lines.append(EXPLAINED)
         return "\n".join(lines)
 

@@ -31,7 +31,11 @@ TABLE = 2**22  # entries: a buffer of more is no statistic
 
 
 def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
-    """What makes a model another function: its modules, each with its switches and hooks, and what of it is trained."""
+    """A key of all that decides what the model computes; while it is the same, the self-test need not be repeated.
+
+    It holds the modules, each with its switches (training mode, other flags) and hooks, and which parameters are
+    trained.
+    """
     everywhere = vars(nn.modules.module)
     found: list[Any] = [tuple(trained), *(number for kind in HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list

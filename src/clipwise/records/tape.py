@@ -92,6 +92,11 @@ class Site:
     form: planner.Form | None  # None: the per-sample gradient falls out of the backward pass
     fallback: bool = False
 
+    @property
+    def how(self) -> str:
+        """How the norm of the parameters' gradients is computed, in a word (``gradients.EXPLAINED``)."""
+        return "vmap" if self.fallback else "backward" if self.form is None else self.form.name
+
 
 _Rule: TypeAlias = tuple[Callable[..., Tensor], int]  # a Want's rule and spare
 

@@ -101,7 +101,7 @@ def document(title: str, body: str) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<style>{STYLE}{_emphasis()}</style></head><body>{body}<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{STYLE}{_emphasis(body)}</style></head><body>{body}<script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -354,9 +354,10 @@ def _marked(text: str) -> str:
     return "".join(f"<b>{piece}</b>" if number % 2 else piece for number, piece in enumerate(pieces))
 
 
-def _emphasis() -> str:
+def _emphasis(body: str) -> str:
     """While one run is pointed at, the others fade."""
-    return "".join(f'[data-on="{n}"] .chart .s[data-run="{n}"]{{opacity:1}}' for n in range(40))
+    runs = dict.fromkeys(re.findall(r'data-run="(\d+)"', body))
+    return "".join(f'[data-on="{n}"] .chart .s[data-run="{n}"]{{opacity:1}}' for n in runs)
 
 
 def _json(runs: Sequence[Recorded], shown: Sequence[Figure]) -> str:

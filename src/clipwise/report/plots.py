@@ -18,10 +18,8 @@ PLAIN = "#9a9993"
 
 def plotted(figures: Sequence[Figure], folder: Path) -> list[Path]:
     """Draw every figure twice: pixels and vectors."""
-    import matplotlib  # slow to import, and most commands draw nothing
-    from matplotlib import pyplot
+    from matplotlib import rc_context  # slow to import, and most commands draw nothing
 
-    matplotlib.use("Agg")  # files only: there may be no screen
     folder.mkdir(parents=True, exist_ok=True)
     style: dict[Any, Any] = {
         "font.size": 9,
@@ -30,22 +28,24 @@ def plotted(figures: Sequence[Figure], folder: Path) -> list[Path]:
         "legend.frameon": False,
     }
     places = []
-    with pyplot.rc_context({**style, "svg.fonttype": "none"}):  # text stays text
+    with rc_context({**style, "svg.fonttype": "none"}):  # text stays text
         for figure in figures:
-            drawing = _drawn(pyplot, figure)
+            drawing = _drawn(figure)
             for ending in ("png", "svg"):
                 places.append(folder / f"{figure.key}.{ending}")
                 drawing.savefig(places[-1], dpi=200)
-            pyplot.close(drawing)
     return places
 
 
-def _drawn(pyplot: Any, figure: Figure) -> Any:
+def _drawn(figure: Figure) -> Any:
+    from matplotlib.figure import Figure as Drawing  # not by pyplot, which would open a window where a program has some
+
     count = len(figure.panels)
     across = 1 if figure.key == "kept" else min(4, count)
     down = -(-count // across)
     size = (5.2, 3.4) if count == 1 else (5.2, 2.4 * down) if across == 1 else (2.4 * across, 2.3 * down)
-    drawing, axes = pyplot.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    drawing = Drawing(figsize=size, layout="constrained")
+    axes = drawing.subplots(down, across, squeeze=False)
     for spare in axes.flat[count:]:
         spare.set_visible(False)
     for panel, ax in zip(figure.panels, axes.flat, strict=False):

@@ -108,14 +108,21 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def resuming(run: Path) -> str:
-    """The command that goes on with this run, or with the comparison that it is a part of."""
-    parent = run.parent
-    compared = (parent / SETTINGS).is_file() and not (parent / LEDGER).is_file()
-    return (
-        f"clipwise compare --resume {shlex.quote(str(parent))}"
-        if compared
-        else f"clipwise train --resume {shlex.quote(str(run))}"
-    )
+    """The command that goes on with this run, or with the comparison or experiment that it is a part of."""
+    command = command_of(run.parent)
+    if command in ("compare", "reproduce"):
+        return f"clipwise {command} --resume {shlex.quote(str(run.parent))}"
+    return f"clipwise train --resume {shlex.quote(str(run))}"
+
+
+def command_of(folder: Path) -> str | None:
+    """The command whose settings this folder holds: train, compare or reproduce; None where it holds none of these.
+
+    Not by its other files: a run that was stopped in its first step has no ledger yet, as a comparison has none.
+    """
+    lines = text_in(folder / SETTINGS).split("\n")
+    known = {"method": "train", "methods": "compare", "experiments": "reproduce"}  # a setting that only they have
+    return next((known[name] for name in (line.partition(" = ")[0] for line in lines) if name in known), None)
 
 
 def read(paths: Iterable[str | Path]) -> list[Recorded]:
