@@ -7,6 +7,7 @@ Gives: that no sample moves more than was accounted, that no release goes uncoun
 import dataclasses
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +211,33 @@ class Drops(nn.Module):
         return nn.functional.dropout(x, self.p)
 
 
-@pytest.mark.parametrize("make", [nn.Dropout, lambda p: Drops()])
+class Masks(nn.Module):
+    """Dropout by numbers that are not torch's."""
+
+    p = 0.0
+
+    def __init__(self, draw: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if not self.p else x * (torch.tensor(self.draw(x.numel())).view(x.shape) > self.p)
+
+
+BY_NUMPY, BY_PYTHON = (Masks(draw) for draw in (np.random.rand, lambda n: [random.random() for _ in range(n)]))
+
+
+@pytest.mark.parametrize("make", [nn.Dropout, lambda p: Drops(), lambda p: BY_NUMPY, lambda p: BY_PYTHON])
 def test_a_dropout_that_begins_later_follows_the_run_s_generator_too(make: Any) -> None:
     def moved(seed: int) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(make(0.0), nn.Linear(3, 2, bias=False))
+        model[0].p = 0.0
         private = private_for(model, loss=total, noise_multiplier=1e-9, batch=ROWS, self_test=False)
         batches = private.batches()
         private.step(next(batches))
         model[0].p = 0.5
-        torch.manual_seed(seed)
+        seeded(seed)
         private.step(next(batches))
         assert private.state.released is not None
         return private.state.released["1.weight"]

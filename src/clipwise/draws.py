@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -30,7 +29,7 @@ class SecretDraws:
 
     Seeding takes time, so it is left out where nothing draws: a model without dropout modules (one of p = 0 may be
     turned on later), on data that are tensors, whose first step in this mode drew nothing. Should torch's generator be
-    used in a later step all the same, that step is computed again, seeded.
+    used in a later step all the same, or NumPy's or Python's, that step is computed again, seeded.
     """
 
     def __init__(self, model: nn.Module, data: RowDataset) -> None:
@@ -44,7 +43,7 @@ class SecretDraws:
         if not self._draws.get(mode, True):
             before = drawn_on(device)
             found = compute()
-            if torch.equal(drawn_on(device), before):
+            if drawn_on(device) == before:
                 return found
             self._draws[mode] = True  # what it drew could be foreseen
         with kept({device} if device.type == "cuda" else set()):
