@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cases import CASES, SAMPLES, Largest, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
+from clipwise.losses import cross_entropy
 from clipwise.methods import flat as flat_method
 from clipwise.records import SampleGradients, from_dense, kinds, oracle, per_sample, planner
 from clipwise.records.kernels import gram_sq_norm
@@ -271,6 +272,20 @@ def test_the_choice_follows_the_counted_cost(positions: int, inputs: int, output
     assert form == planner.choose(positions, inputs, outputs, blocks=blocks)
     # more positions never make the Gram form, which is quadratic in them, the better one
     assert form.name == "gram" or planner.choose(positions + 1, inputs, outputs, blocks=blocks).name != "gram"
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (8, 1)])
+def test_weights_that_are_not_one_for_each_sample_are_refused(shape: tuple[int, ...]) -> None:
+    found = per_sample(nn.Linear(4, 2), cross_entropy, (torch.randn(8, 4), torch.zeros(8, dtype=torch.long)))
+    with pytest.raises(InputError, match=r"a weight for each sample, of shape \[8\], got"):
+        found.weighted_sum(torch.ones(shape))
+    with pytest.raises(InputError, match=r"of shape \[8, 1\], got \[8\]"):
+        found.weighted_sum(torch.ones(8), groups=(found.names,))
+
+
+def test_a_notebook_shows_gradients_in_one_line() -> None:
+    found = per_sample(nn.Linear(4, 2), cross_entropy, (torch.randn(8, 4), torch.zeros(8, dtype=torch.long)))
+    assert repr(found) == "<gradients of 8 samples for 2 parameters>"
 
 
 def test_explain_shows_each_weights_form_and_costs() -> None:

@@ -232,6 +232,27 @@ def test_a_path_is_no_ledger(name: str) -> None:
         cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **{**PLAN, name: "x.jsonl"})
 
 
+def test_what_was_spent_stands_in_a_file_that_is_there(tmp_path: Path) -> None:
+    """A misspelt path would count as nothing spent; a run's own ledger begins in a new file."""
+    model, path = nn.Linear(4, 3), tmp_path / "ledger.jsonl"
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        InputError, match=r"there is no file .*ledger\.jsonl: write the ledger\.jsonl of the earlier run"
+    ):
+        cw.make_private(model, optimizer, (X, Y), spent=cw.Ledger(path), **PLAN)
+    earlier = cw.make_private(model, optimizer, (X, Y), ledger=cw.Ledger(path), **PLAN)
+    earlier.step(next(earlier.batches()))
+    private = cw.make_private(model, optimizer, (X, Y), spent=cw.Ledger(path), **PLAN)
+    assert private.epsilon() == earlier.epsilon() > 0
+
+
+def test_what_is_no_model_or_monitor_is_named_before_anything_is_begun() -> None:
+    with pytest.raises(InputError, match=r"expected a model first, .* got function: write train\(model, loss, data"):
+        cw.train(cw.cross_entropy, nn.Linear(4, 3), (X, Y), **PLAN)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"monitor must be a Monitor, got True: write monitor=clipwise\.Monitor"):
+        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), monitor=True, **PLAN)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("found", [None, {"a": "b"}, {"a": torch.ones(3)}, {"a": None}])
 def test_what_is_no_number_is_not_measured(found: Any) -> None:
     with pytest.raises(InputError, match="evaluate must give numbers by name"):

@@ -670,6 +670,19 @@ def test_a_shape_that_does_not_fit_is_an_error_with_the_one_that_does(name: str,
         build(name, shape, 10, vocabulary=5)
 
 
+@pytest.mark.parametrize("name", ["resnet20_gn", "resnet9", "wrn_16_4", "cifar_cnn", "scattering_linear"])
+def test_pictures_with_their_channels_last_are_refused_with_how_to_turn_them(name: str) -> None:
+    with pytest.raises(
+        InputError, match=r"got \(32, 32, 3\): put the channels first by x\.transpose\(0, 3, 1, 2\), or"
+    ):
+        build(name, (32, 32, 3), 10)
+    build("mlp", (32, 32, 3), 10)
+
+
+def test_features_of_few_pixels_are_not_taken_for_pictures_with_their_channels_last() -> None:
+    build("scattering_linear", (243, 3, 3), 10)
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if takes_tokens(name)])
 def test_a_model_of_tokens_asks_for_the_vocabulary(name: str) -> None:
     with pytest.raises(InputError, match="write vocabulary="):

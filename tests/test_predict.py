@@ -136,6 +136,7 @@ def test_what_cannot_be_predicted_is_said_in_one_line(capsys: pytest.CaptureFixt
     assert "got no 'town' among age, sex, prediction: add it" in refused(capsys, "run", "--data", "new.csv")
     Path("new.csv").write_text("age,sex,town,prediction\n30,f,a,x\n")
     assert "no column 'prediction' to keep" in refused(capsys, "run", "--data", "new.csv", "--keep", "prediction")
+    assert "write --keep town sex" in refused(capsys, "run", "--data", "new.csv", "--keep", "town,sex")
     assert "did you mean 'town'" in refused(capsys, "run", "--data", "new.csv", "--keep", "towns")
     assert "leave them out" in refused(capsys, "run", "--data", "csv:new.csv?separator=;")
     assert "no --data" in refused(capsys, "run") and "0 folders" in refused(capsys, "--data", "new.csv")

@@ -582,6 +582,9 @@ def test_runs_of_one_method_are_named_by_what_tells_them_apart(compared: Path, t
     assert [run.name for run in read([three, four])] == ["layerwise clip_norm=0.5", "layerwise clip_norm=0.7"]
     assert [run.name for run in read([one, faster])] == ["flat learning_rate=0.5", "flat learning_rate=0.7"]
     assert [run.name for run in read([one, again])] == ["flat one", "flat again"]
+    for place, text in ((one, "ages"), (again, "wages")):  # nor would a long name go into a chart
+        (place / "settings.toml").write_text(f'data = "csv:{text}.csv?label=sick:no|yes&columns={"x" * 60}"\n')
+    assert [run.name for run in read([one, again])] == ["flat one", "flat again"]
 
 
 # drawing

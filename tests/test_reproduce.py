@@ -538,6 +538,30 @@ def test_an_experiment_that_cannot_begin_leaves_no_folder(capsys: pytest.Capture
     assert not Path("out").exists()
 
 
+def test_data_that_a_later_run_misses_is_said_before_the_first_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez("some.npz", x=np.zeros((40, 3), np.float32), y=np.arange(40) % 2)
+    Path("two.toml").write_text(
+        """
+title = "Two data sets"
+shows = "Of which one is not there."
+shown = ["accuracy"]
+settings = { epsilon = 3.0, steps = 2, batch = 10, method = "flat()" }
+small = { note = "small" }
+[[runs]]
+name = "one"
+settings = { data = "npz:some.npz" }
+[[runs]]
+name = "two"
+settings = { data = "npz:other.npz" }
+"""
+    )
+    monkeypatch.setattr("clipwise.cli.reproduce.run_one", lambda *_, **__: pytest.fail("a run was begun"))
+    assert "no file 'other.npz'" in one_line(capsys, ["reproduce", "two.toml", "--folder", "out"])
+    assert not Path("out").exists()
+
+
 def test_a_network_of_the_users_takes_the_place_of_the_experiments_own() -> None:
     text = own(OWN.replace('"membership", "window"', '"membership"'))
     small, large = (
@@ -564,6 +588,8 @@ def test_the_list_names_every_experiment(capsys: pytest.CaptureFixture[str]) -> 
     assert set(json.loads(capsys.readouterr().out)) == set(NAMES)
     assert main(["reproduce", "--list"]) == 0
     listed = " ".join(capsys.readouterr().out.split())
+    assert "Test accuracy of DP-SGD, Auto-S and DP-PSAC [mnist, fashion_mnist]" in listed
+    assert "Weight of a gradient by its norm [no data]" in listed
     assert "paper4/table2" in listed and "Xia et al. 2023: Differentially Private Learning with Per-Sample" in listed
     assert {name.partition("/")[0] for name in NAMES} == set(PAPERS)
 

@@ -193,6 +193,10 @@ def test_features_are_of_pictures_alone(tmp_path: Path) -> None:
     np.savez(tmp_path / "whole.npz", x=np.zeros((10, 1, 8, 8), np.int32), y=np.arange(10) % 2)
     with pytest.raises(InputError, match="in bytes or fractions, got whole numbers"):
         load(f"npz:{tmp_path}/whole.npz?features=scattering")
+    for shape, hint in (((10, 8, 12), "give them a channel by x"), ((10, 8, 12, 3), r"x\.transpose\(0, 3, 1, 2\)")):
+        np.savez(tmp_path / "turned.npz", x=np.zeros(shape, np.uint8), y=np.arange(10) % 2)
+        with pytest.raises(InputError, match=rf"got samples of shape .*: .*{hint}"):
+            load(f"npz:{tmp_path}/turned.npz?features=scattering")
     with pytest.raises(InputError, match="unknown features"):
         load(f"{pictures(tmp_path)}?features=wavelets")
 
@@ -200,3 +204,9 @@ def test_features_are_of_pictures_alone(tmp_path: Path) -> None:
 def test_sides_that_are_not_multiples_of_four_are_refused() -> None:
     with pytest.raises(InputError, match="sides in multiples of 4 from 8, got 30×32"):
         Scattering(30, 32)
+
+
+@pytest.mark.parametrize("images", [torch.rand(3, 8, 8), torch.zeros(2, 3, 8, 8, dtype=torch.uint8)])
+def test_features_are_made_of_several_pictures_in_floats(images: Tensor) -> None:
+    with pytest.raises(InputError, match=r"as floats \[sample, channel, height, width\], got .*: write images\[None\]"):
+        scattered(images)

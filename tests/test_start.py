@@ -71,6 +71,7 @@ UNREAD = object()  # no data: refused as such as soon as it is looked at
         ({"chunk": 0}, "chunk must be a whole number"),
         ({"loss": mean}, "for 2 samples expected shape [2], got shape []"),
         ({"data": (X.double(), Y)}, "the model is float32, the data float64: write x.to(torch.float32)"),
+        ({"data": (X.long(), Y)}, "the model is float32, the data int64: write x.to(torch.float32)"),
         ({"data": (X.half(), Y), "model": net().double()}, "the model is float64, the data float16: write x.to"),
     ],
 )

@@ -120,6 +120,8 @@ def train(
             raise TypeError(f"train has no option {name!r}: {instead(name, known)}")
     if evaluate is not None and not callable(evaluate):
         raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
+    if not isinstance(monitor, Monitor | None):
+        raise InputError(f'monitor must be a Monitor, got {monitor!r}: write monitor=clipwise.Monitor(rows, "private")')
     chosen = _optimizer(model, optimizer)
     schedule = _scheduler(chosen, scheduler)
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
@@ -400,6 +402,10 @@ def _refuse_unwritten(method: Method) -> None:
 
 
 def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] | None) -> Optimizer:
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"expected a model first, an nn.Module, got {type(model).__name__}: write train(model, loss, data, …)"
+        )
     if isinstance(given, Optimizer):
         return given
     if given is not None and not callable(given):

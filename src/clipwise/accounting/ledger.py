@@ -52,6 +52,11 @@ class Ledger:
         return f"<ledger of {self.releases} releases{'' if self._path is None else f' in {self._path}'}>"
 
     @property
+    def path(self) -> Path | None:
+        """Its file, if it has one."""
+        return self._path
+
+    @property
     def entries(self) -> list[tuple[Event, int]]:
         """The releases in their order, equal neighbours as one entry with their count."""
         return list(self._runs)

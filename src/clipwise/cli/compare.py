@@ -237,7 +237,8 @@ def _table(
         f"Diverged: {', '.join(lost)}: write a smaller learning rate behind @." if lost else "",
         *(text.replace("*", "") for text in privacy_costs(found)),
         f"δ = {delta:g}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "
-        "final model and averaged over the run; clipped: share of samples shortened at the final model.",
+        "final model and averaged over the run; clipped: share of samples shortened at the final model; "
+        "time: the first run’s holds what the others share, such as finding the noise.",
         f"Error: {ROOT_MEAN_SQUARE}." if name == "error" else "",
         "Each run had gradients of its own, so own bias does not rank the methods.",
         ranked,

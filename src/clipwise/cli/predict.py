@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,9 @@ def _kept(config: PredictConfig, rows: Unlabelled, told: Collection[str]) -> dic
     known = {name: cells for name, cells in (rows.columns or {}).items() if name not in told}
     for name in config.keep:
         if name not in known:
+            parts = name.split(",")
             hint = nearest(name, known) if known else "leave --keep out"
+            hint = f"write --keep {shlex.join(parts)}" if len(parts) > 1 and known.keys() >= set(parts) else hint
             raise InputError(f"{config.data} has no column {name!r} to keep: {hint}")
     return {name: [word(cell) for cell in known[name]] for name in config.keep}
 

@@ -38,6 +38,7 @@ from clipwise.cli.screen import Bar, rendered
 from clipwise.cli.stopping import again, begun, resumed
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made, to_toml
 from clipwise.data import Arrays, Splits
+from clipwise.data.source import parsed
 from clipwise.diagnostics import quality
 from clipwise.engine import ChunkEngine
 from clipwise.experiments import Experiment, Planned, Result, averaged, compared, descend, holds, known, measures, read
@@ -75,7 +76,7 @@ def run(config: ReproduceConfig) -> str:
                 of = PAPERS[paper]
                 table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
             shown.add(paper)
-            table.add_row(f"  {name}", Text(title))
+            table.add_row(f"  {name}", Text(f"{title} [{_read_by(read(name, config.scale))}]"))
         return rendered(table)
     if config.resume is not None:
         config = resumed(config, config.resume)
@@ -92,6 +93,14 @@ def run(config: ReproduceConfig) -> str:
     return "" if config.quiet else "\n".join(text for _, text in answers)
 
 
+def _read_by(experiment: Experiment) -> str:
+    """The data sets that its runs read, as ``--data-dir`` holds them."""
+    if experiment.problem or experiment.weights:
+        return "no data"
+    texts = (str(one.settings.get("data", "digits")) for one in experiment.runs)
+    return ", ".join(dict.fromkeys(parsed(text).name for text in texts))
+
+
 def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tuple[dict[str, Any], str]:
     """One experiment, in a folder of its own; ``beside`` others, which go to the same place."""
     seeds = experiment.seeds if config.seeds is None else whole("seeds", config.seeds)
@@ -99,7 +108,10 @@ def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tupl
     short = experiment.name.removesuffix(".toml").replace("/", "-").strip("-.")
     study = _Study(config, experiment)
     for one in runs:  # what is wrong with the last run is said before the first takes hours
-        methods.parse(study.plan(one, 0).method)
+        plan = study.plan(one, 0)
+        methods.parse(plan.method)
+        if not (experiment.problem or experiment.weights):
+            study.splits(plan)
     if config.resume is not None:
         study.folder = Path(config.resume)
     else:
@@ -175,7 +187,7 @@ class _Study:
         plan = self.plan(one, seed)
         if self.experiment.problem is not None:
             return self._posed(plan)
-        splits = self._splits(plan)
+        splits = self.splits(plan)
         if one.noise_free:
             return self._noise_free(plan, splits)
         place = self.folder / f"{number}-{seed}"
@@ -215,7 +227,8 @@ class _Study:
         plan = made(TrainConfig, given, self.changed, own)
         return replace(plan, data=_placed(plan.data, self.config.data_dir))
 
-    def _splits(self, plan: TrainConfig) -> Splits:
+    def splits(self, plan: TrainConfig) -> Splits:
+        """The run's data, read once for all runs."""
         key = plan.data, models.takes_tokens(model_of(plan))
         if key not in self.loaded:
             self.loaded[key] = splits_for(plan)

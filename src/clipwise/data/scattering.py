@@ -12,6 +12,7 @@ x∗φ, |x∗ψ_{j,θ}|∗φ and ||x∗ψ_{0,θ}|∗ψ_{1,θ'}|∗φ, at every 4
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -98,7 +99,10 @@ class Scattering(nn.Module):
     def __init__(self, height: int, width: int) -> None:
         super().__init__()
         if not fits(height, width):
-            raise InputError(f"scattering takes sides in multiples of {STEP} from {2 * STEP}, got {height}×{width}")
+            raise InputError(
+                f"scattering takes sides in multiples of {STEP} from {2 * STEP}, got {height}×{width}: cut, pad or "
+                "resize the pictures"
+            )
         self.size = (height, width)
         height, width = height + 2 * STEP, width + 2 * STEP
         for name, filters in (("waves", wavelets(height, width)), ("rows", blur(height)), ("columns", blur(width))):
@@ -120,9 +124,23 @@ def fits(*sides: int) -> bool:
 
 def scattered(images: Tensor, chunk: int = 8) -> Tensor:
     """The features of images, a few at a time in each of PyTorch's threads: its transforms use one alone."""
+    if images.ndim != 4 or not images.is_floating_point():
+        raise InputError(
+            f"expected pictures as floats [sample, channel, height, width], got {images.dtype} of shape "
+            f"{list(images.shape)}: write images[None] for one alone, images / 255 for bytes"
+        )
     transform = torch.no_grad()(Scattering(images.shape[2], images.shape[3]).to(images).forward)
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         return torch.cat(list(threads.map(transform, images.split(chunk))))
+
+
+def channels_first(shape: Sequence[int]) -> str:
+    """What to write where samples look like pictures without a channel, or with their channels last; else nothing."""
+    if len(shape) == 2:
+        return "give them a channel by x[:, None]"
+    if len(shape) == 3 and shape[2] in (1, 3) and min(shape[:2]) >= 2 * STEP:
+        return "put the channels first by x.transpose(0, 3, 1, 2)"
+    return ""
 
 
 def with_features(splits: Splits) -> Splits:
@@ -130,10 +148,11 @@ def with_features(splits: Splits) -> Splits:
 
     They are kept in float16, CIFAR-10's would take 3.7 GB otherwise, and are float32 when a batch is read.
     """
-    if len(splits.shape) != 3:
+    turn = channels_first(splits.shape)
+    if len(splits.shape) != 3 or turn:
         raise InputError(
             f"features=scattering is for pictures [channel, height, width], got samples of shape {list(splits.shape)}: "
-            "leave it out"
+            f"{turn or 'leave it out'}"
         )
     if splits.tokens:
         raise InputError(

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from clipwise.data.scattering import channels_first
 from clipwise.methods.citations import BU_2023_CONVERGENCE, DE_2022, XIAO_2023
 from clipwise.models.accompanied import Accompanied
 from clipwise.models.citations import (
@@ -148,10 +149,13 @@ def build(
         raise InputError(f"a regression has one output, got classes={classes}: write classes=1")
     sides = tuple(whole("shape", side) for side in shape)
     sizes = network.fit(sides)
-    if sizes is None:
-        channel = "give them a channel by x[:, None], or " if len(sides) == 2 else ""
+    turn = (
+        "" if network.data.vocabulary else channels_first(sides)
+    )  # most networks for images would take any such order, and learn little
+    if sizes is None or ("channels" in sizes and turn):
         raise InputError(
-            f"{name} takes samples of shape {network.takes}, got {sides}: {channel}write another model, e.g. mlp"
+            f"{name} takes samples of shape {network.takes}, got {sides}: "
+            f"{f'{turn}, or ' if turn else ''}write another model, e.g. mlp"
         )
     if network.data.vocabulary is not None:
         if vocabulary is None:

@@ -47,7 +47,7 @@ class Weighed(NamedTuple):
     holds: Callable[[], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SampleGradients:
     """The per-sample gradients of one batch.
 
@@ -61,6 +61,10 @@ class SampleGradients:
     losses: Tensor | None = field(default=None, repr=False)  # private, one per sample
     sites: tuple[Site, ...] = field(default=(), repr=False)
     _joined: dict[tuple[str, ...], _Joined] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        """How many, and of what: not the numbers, of which there are as many as in all activations."""
+        return f"<gradients of {self.samples} samples for {len(self.like)} parameters>"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,6 +134,9 @@ class SampleGradients:
 
     def weighted_sum(self, weights: Tensor, groups: Groups | None = None) -> Gradient:
         """Σ_i w_i v_i for weights [sample], or [sample, group] where each group has its own."""
+        shape = [self.samples] if groups is None else [self.samples, len(groups)]
+        if list(weights.shape) != shape:  # a shorter one would be repeated, and its sum be another
+            raise InputError(f"expected a weight for each sample, of shape {shape}, got {list(weights.shape)}")
         columns = [(self.names, weights)] if groups is None else [(g, weights[:, k]) for k, g in enumerate(groups)]
         with self._precisely():
             return {name: value for names, column in columns for name, value in self._sums(names, column)}

@@ -41,6 +41,7 @@ from clipwise.types import InputError
 
 SLACK = 1e-3  # of ε: another version's grid may round up a little further
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
+BRIEF = 60  # letters that may tell two runs apart in a name, which charts write beside their bars
 ROOT_MEAN_SQUARE = "root mean squared, in the label’s own unit"  # what the error of a regression is
 RECOUNT = "ledger"  # of an audit's rows the one that adds up and attacks nothing
 TOO_WEAK = "holds*: too weak to refute, since even that is less than the claim"
@@ -301,7 +302,7 @@ def _apart(runs: Sequence[Recorded]) -> list[str]:
         keys = dict.fromkeys(key for each in facts for key in each)
         differing = [key for key in keys if len({str(each.get(key)) for each in facts}) > 1]
         told = [", ".join(f"{key}={each[key]}" for key in differing if key in each) for each in facts]
-        if len(differing) < 3 and len(set(told)) == len(runs):
+        if len(differing) < 3 and len(set(told)) == len(runs) and max(map(len, told)) <= BRIEF:
             return told
     return [""] * len(runs)
 
