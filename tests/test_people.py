@@ -152,6 +152,7 @@ def test_the_command_keeps_it_through_train_resume_report_and_audit(
     assert statement["rows_per_person"] == 2 and statement["epsilon"] <= 5
     assert Ledger(folder / "ledger.jsonl").epsilon(1e-5) < statement["epsilon"]
     assert main(["report", str(folder), "--folder", str(tmp_path / "report")]) == 0
+    assert "steps, for a person with at most 2 samples" in (tmp_path / "report" / "report.html").read_text()
     statement["rows_per_person"] = 3  # whose ε would be larger
     (folder / "statement.json").write_text(json.dumps(statement))
     capsys.readouterr()

@@ -117,10 +117,15 @@ class Statement:
 
 
 def counted(stated: Mapping[str, Any]) -> str:
-    """How many releases a statement's values speak of: this run's steps, and apart from them what was spent before."""
+    """How many releases a statement's values speak of, and for whom its ε holds, if not for one sample.
+
+    This run's steps, and apart from them what was spent before.
+    """
     steps = stated.get("steps", stated["releases"])
     before = stated["releases"] - steps
-    return _many(steps, "step") + (f", and {_many(before, 'release')} spent before" if before else "")
+    rows = stated.get("rows_per_person", 1)
+    whom = f", for a person with at most {rows} samples" if rows > 1 else ""
+    return _many(steps, "step") + (f", and {_many(before, 'release')} spent before" if before else "") + whom
 
 
 def _many(count: int, what: str) -> str:
