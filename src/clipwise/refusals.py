@@ -91,9 +91,8 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:
-            formats = [
-                t.dtype for t in tensors(rows)
-            ]  # whole numbers are labels or tokens, unless there is nothing else
+            # whole numbers are labels or tokens, unless there is nothing else
+            formats = [t.dtype for t in tensors(rows)]
             whole = own.dtype if any(isinstance(part, nn.Embedding) for part in model.modules()) else formats[0]
             other = next((each for each in formats if each.is_floating_point), whole)
             if other == own.dtype or "type" not in str(error):

@@ -149,9 +149,8 @@ def build(
         raise InputError(f"a regression has one output, got classes={classes}: write classes=1")
     sides = tuple(whole("shape", side) for side in shape)
     sizes = network.fit(sides)
-    turn = (
-        "" if network.data.vocabulary else channels_first(sides)
-    )  # most networks for images would take any such order, and learn little
+    # most networks for images would take any order of the sides, and learn little
+    turn = "" if network.data.vocabulary else channels_first(sides)
     if sizes is None or ("channels" in sizes and turn):
         raise InputError(
             f"{name} takes samples of shape {network.takes}, got {sides}: "
