@@ -19,7 +19,7 @@ from clipwise.accounting import Ledger, calibrate, epsilon, spent
 from clipwise.cli import main
 from clipwise.types import BlockGaussian, Event, Gaussian, InputError, MemoryGaussian, PoissonGaussian, Refused
 
-SETTING = {"delta": 1e-5, "sampling_rate": 0.02, "steps": 200}
+SETTING = {"delta": 1e-5, "sampling_rate": 0.02, "steps": 40}
 
 
 def one_release(event: PoissonGaussian | MemoryGaussian, rows: int, delta: float) -> float:
@@ -153,6 +153,10 @@ def test_the_command_keeps_it_through_train_resume_report_and_audit(
     assert Ledger(folder / "ledger.jsonl").epsilon(1e-5) < statement["epsilon"]
     assert main(["report", str(folder), "--folder", str(tmp_path / "report")]) == 0
     assert "steps, for a person with at most 2 samples" in (tmp_path / "report" / "report.html").read_text()
+    capsys.readouterr()
+    assert main(["audit", str(folder), "--trials", "1280", "--canaries", "100"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the ledger’s ε is for whoever has at most 2 samples, an attack’s for one sample" in said
     statement["rows_per_person"] = 3  # whose ε would be larger
     (folder / "statement.json").write_text(json.dumps(statement))
     capsys.readouterr()
@@ -161,7 +165,7 @@ def test_the_command_keeps_it_through_train_resume_report_and_audit(
 
 
 def test_calibrate_says_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--sampling-rate 0.02 --steps 200 --noise-multiplier 2".split()
+    given = "--sampling-rate 0.02 --steps 40 --noise-multiplier 2".split()
     assert main(["calibrate", *given, "--rows-per-person", "4"]) == 0
     out = capsys.readouterr().out
     assert "one person with at most 4 samples" in out

@@ -222,6 +222,8 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
         last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {plan.run_delta:g}"))
     last += [Text(f"membership inference, {name}: {guessed(found.as_dict())}") for name, found in membership.items()]
     if finished is not None:
+        if (most := rows_per_person(finished.statement)) > 1:
+            last.append(Text(f"the ledger’s ε is for whoever has at most {most} samples, an attack’s for one sample"))
         if len(membership) == 1:
             last.append(Text("for the likelihood-ratio attack, which trains more models, write --shadows 8"))
         last += [Text(finished.note), Text(f"kept in {finished.path / AUDIT}, where clipwise report finds it")]
