@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clipwise.jit import triton
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kernels.convolution_tiles import (
     Ints,
     Shape,
@@ -124,7 +124,7 @@ def _twin_sq_norm(
     x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int = 1
 ) -> Tensor:
     """Written out, a few units at a time."""
-    step = probes * max(1, planner.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
+    step = probes * max(1, forms.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
     norms = [x.new_zeros(0, dtype=_result_dtype(x))]
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
@@ -174,7 +174,7 @@ def _twin_total(
     probes: int = 1,
 ) -> Tensor:
     """Σ w_i v_i of the written gradients, a few units at a time. [output, y, x, channel]."""
-    step = max(1, planner.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
+    step = max(1, forms.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
     total = x.new_zeros(b.shape[1], *kernel, x.shape[1] // groups, dtype=_result_dtype(x))
     for start in range(0, len(weights), step):
         rows = slice(start * probes, (start + step) * probes)

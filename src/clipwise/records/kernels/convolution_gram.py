@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from clipwise.jit import constexpr, jit, tl, triton
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kernels.convolution import _check, exact
 from clipwise.records.kernels.convolution_tiles import Ints, Shape
 from clipwise.records.kernels.gram import HALF, SLACK, added_up, aligned, finished, gram_tile, lost, tile_of
@@ -80,7 +80,7 @@ def _twin(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, ker
     shape = Shape.of(x, b, stride, padding, dilation, kernel, 1)
     inputs, taps = shape.height * shape.width, _taps(shape).to(x.device)
     norms = [x.new_zeros(0, dtype=torch.float64)]
-    step = max(1, planner.STREAM_FLOATS // (inputs + 1) ** 2)
+    step = max(1, forms.STREAM_FLOATS // (inputs + 1) ** 2)
     for rows in zip(x.split(step), b.split(step), strict=True):
         some_x, some_b = (t.double().flatten(2) for t in rows)
         xx = torch.nn.functional.pad(some_x.mT @ some_x, (0, 1, 0, 1))  # the last row and column: outside
