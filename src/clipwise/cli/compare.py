@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,14 @@ def _made(
             going = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
             finished = run_one(going, splits, place, bar, beside=chosen, command=again(config, folder))
             times[place] = seconds = time.monotonic() - start
-            if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: {' '.join(quality(finished.metrics[-1]))}, {seconds:.1f} s", file=sys.stderr)
+            _tell(config, text, finished.metrics[-1], seconds)
     return times
+
+
+def _tell(config: CompareConfig, text: str, row: Mapping[str, Any], seconds: float) -> None:
+    """One line for what was trained just now, where no terminal shows the bar."""
+    if not config.quiet and not sys.stderr.isatty():
+        print(f"{text}: {' '.join(quality(row))}, {seconds:.1f} s", file=sys.stderr)
 
 
 def _without(
@@ -158,8 +163,7 @@ def _without(
             }
             found.append(row)
             write(folder / WITHOUT, "".join(as_json(each, indent=None) for each in found))
-            if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: {' '.join(quality(row))}, {row['seconds']:.1f} s", file=sys.stderr)
+            _tell(config, text, row, row["seconds"])
     return found
 
 
