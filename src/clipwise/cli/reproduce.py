@@ -6,6 +6,7 @@ Gives: for each experiment a folder with results.json, a plot and the runs; a ta
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -65,19 +66,7 @@ Curves = dict[str, Curve]
 def run(config: ReproduceConfig) -> str:
     """List the experiments, or make them one after another."""
     if config.list:
-        titles = known()
-        if config.json:
-            return as_json(titles)
-        table = Table(box=None, pad_edge=False, show_header=False)
-        shown = set()
-        for name, title in titles.items():
-            paper = name.partition("/")[0]
-            if paper not in shown:
-                of = PAPERS[paper]
-                table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
-            shown.add(paper)
-            table.add_row(f"  {name}", Text(f"{title} [{_read_by(read(name, config.scale))}]"))
-        return rendered(table)
+        return _listed(config)
     if config.resume is not None:
         config = resumed(config, config.resume)
     if not config.experiments:
@@ -91,6 +80,20 @@ def run(config: ReproduceConfig) -> str:
         found = [values for values, _ in answers]
         return as_json(found[0] if len(found) == 1 else found)
     return "" if config.quiet else "\n".join(text for _, text in answers)
+
+
+def _listed(config: ReproduceConfig) -> str:
+    """The experiments by their papers, with the data that each reads."""
+    titles = known()
+    if config.json:
+        return as_json(titles)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for paper, names in itertools.groupby(titles, lambda name: name.partition("/")[0]):
+        of = PAPERS[paper]
+        table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
+        for name in names:
+            table.add_row(f"  {name}", Text(f"{titles[name]} [{_read_by(read(name, config.scale))}]"))
+    return rendered(table)
 
 
 def _read_by(experiment: Experiment) -> str:
@@ -247,7 +250,8 @@ class _Study:
         if "gradients" in self.experiment.measures:
             with torch.random.fork_rng(devices=[]):
                 few = on_device(splits.train.rows(keys), device_of(model))
-                row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
+                compare = {label: methods.parse(text) for label, text in self.experiment.compare.items()}
+                row |= measures.gradients(engine, few, method, compare)
         return row
 
     def _end(self, model: nn.Module, splits: Splits) -> tuple[dict[str, float], Curves]:
