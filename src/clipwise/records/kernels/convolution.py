@@ -43,7 +43,7 @@ def convolution_sq_norm(
     Guarantees: accumulated in float32 or better; float32 operands are never rounded to TF32; no atomics, so within a
     process the same input gives the same bits. Edge cases: float64 gives float64; no samples give an empty result.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
     return _sq_norm(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes)
 
 
@@ -63,8 +63,8 @@ def convolution_dense(
 
     Rounded once, to ``dtype`` or float32 or better. Otherwise guarantees and edge cases of ``convolution_sq_norm``.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
-    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes, dtype or _result_dtype(x))
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
+    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes, dtype or result_dtype(x))
     return v.permute(0, 1, 4, 2, 3)
 
 
@@ -85,7 +85,7 @@ def convolution_total(
     Otherwise those of ``convolution_sq_norm``. Edge cases: a unit that is not finite spoils the sum even with weight 0,
     as in any other product: mask it first.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
     if weights.shape != (x.shape[0] // probes,):
         raise InputError(f"weights must be one for each of {x.shape[0] // probes} units, got {tuple(weights.shape)}")
     total = _total(*_laid_out(x, b), weights, stride, padding, dilation, kernel, groups, probes)
@@ -99,10 +99,10 @@ def _laid_out(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return x.contiguous(memory_format=torch.channels_last), b.contiguous(memory_format=torch.channels_last)
 
 
-def _check(
+def check(
     x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
 ) -> None:
-    # The kernel reads wherever these numbers point: they must describe one convolution.
+    """Refuse numbers that do not describe one convolution: a kernel reads wherever they point."""
     if x.dim() != 4 or b.dim() != 4 or x.shape[0] != b.shape[0] or x.dtype != b.dtype:
         raise InputError(
             "x and b must be [sample, channel, y, x] with as many samples and one dtype, "
@@ -125,7 +125,7 @@ def _twin_sq_norm(x: Tensor, b: Tensor, *geometry: Any) -> Tensor:
     """Written out, a few units at a time."""
     shape = Shape.of(x, b, *geometry)
     step = shape.probes * max(1, forms.STREAM_FLOATS // (shape.outputs * shape.columns))
-    norms = [x.new_zeros(0, dtype=_result_dtype(x))]
+    norms = [x.new_zeros(0, dtype=result_dtype(x))]
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
         v = _twin_dense(x[rows], b[rows], *geometry)
@@ -145,7 +145,7 @@ def _twin_dense(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """One convolution with a group per unit: its weight gradient is every unit's own. [unit, output, y, x, channel]."""
-    result = dtype or _result_dtype(x)
+    result = dtype or result_dtype(x)
     # On CUDA in float64: cuDNN may round float32 to TF32.
     exactly = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
     units, out, channels = x.shape[0] // probes, b.shape[1], x.shape[1] // groups
@@ -166,7 +166,7 @@ def _twin_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor
     """Σ w_i v_i of the written gradients, a few units at a time. [output, y, x, channel]."""
     shape = Shape.of(x, b, *geometry)
     step = max(1, forms.STREAM_FLOATS // (shape.outputs * shape.columns))
-    total = x.new_zeros(shape.gradient, dtype=_result_dtype(x))
+    total = x.new_zeros(shape.gradient, dtype=result_dtype(x))
     for start in range(0, len(weights), step):
         rows = slice(start * shape.probes, (start + step) * shape.probes)
         v = _twin_dense(x[rows], b[rows], *geometry)
@@ -175,7 +175,8 @@ def _twin_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor
     return total
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The format of what is summed: float32, or float64 where x is."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -203,7 +204,7 @@ _total = torch.library.custom_op(
 
 @_sq_norm.register_fake
 def _fake_sq_norm(x: Tensor, b: Tensor, *geometry: Any) -> Tensor:
-    return x.new_empty(x.shape[0] // Shape.of(x, b, *geometry).probes, dtype=_result_dtype(x))
+    return x.new_empty(x.shape[0] // Shape.of(x, b, *geometry).probes, dtype=result_dtype(x))
 
 
 @_dense.register_fake
@@ -215,7 +216,7 @@ def _fake_dense(x: Tensor, b: Tensor, *rest: Any) -> Tensor:
 
 @_total.register_fake
 def _fake_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor:
-    return x.new_empty(Shape.of(x, b, *geometry).gradient, dtype=_result_dtype(x))
+    return x.new_empty(Shape.of(x, b, *geometry).gradient, dtype=result_dtype(x))
 
 
 def _by_twin(x: Tensor) -> bool:
