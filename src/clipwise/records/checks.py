@@ -349,7 +349,7 @@ def exchanged(rows: Tensor) -> Tensor:
     if not rows.is_floating_point():
         return rows.roll(1, 0)
     low, high = rows.amin(0), rows.amax(0)
-    return (low + high - rows).clamp(low, high)  # else rounding may lead beyond them
+    return (low + high - rows).clamp(low, high)  # rounding may lead beyond them
 
 
 @contextmanager

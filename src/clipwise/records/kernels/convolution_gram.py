@@ -162,7 +162,7 @@ class Tile:
     deep: int  # channels
     warps: int
     stages: int
-    fused: bool  # one program writes a sample's whole X and reads it back; else there is a launch for each
+    fused: bool  # one program writes a sample's whole X and reads it back; otherwise each has a launch
 
 
 def candidates(shape: Shape) -> list[Tile]:

@@ -103,7 +103,7 @@ def launch_total(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 def _short(batch: int, count: int, size: int) -> tuple[int, int]:
     """How many numbers, and of how many rows, a program reads at once where there are many rows."""
-    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # else a tile would have more rows than there are
+    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # so that no tile has more rows than there are
     block = WIDE
     while block > least and batch * -(-size // block) < PROGRAMS:
         block //= 2
