@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
+from clipwise.cli.parts import evaluation_samples, resolved, splits_for, use_threads
 from clipwise.cli.runs import new_folder, run_one, warn_of, without_privacy
 from clipwise.cli.screen import Bar, quality, rendered
-from clipwise.cli.stopping import again, begun, resumed
+from clipwise.cli.stopping import begun, resume_command, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
@@ -114,7 +114,7 @@ def run(config: CompareConfig) -> str:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows], "no_privacy": without}
         return as_json(values, indent=None if config.json_lines else 2)
-    samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
+    samples = " or ".join(map(str, sorted({evaluation_samples(plan, splits) for _, plan in plans})))
     return "" if config.quiet else _table(rows, without, found, together, config.delta, samples, page)
 
 
@@ -133,7 +133,7 @@ def _made(
             start = time.monotonic()
             bar.begin(f"{text:<{max(map(len, config.methods))}}")
             going = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
-            finished = run_one(going, splits, place, bar, beside=chosen, command=again(config, folder))
+            finished = run_one(going, splits, place, bar, beside=chosen, command=resume_command(config, folder))
             times[place] = seconds = time.monotonic() - start
             _tell(config, text, finished.metrics[-1], seconds)
     return times

@@ -36,7 +36,7 @@ from clipwise.cli.parts import (
 )
 from clipwise.cli.runs import new_folder, run_one
 from clipwise.cli.screen import Bar, rendered
-from clipwise.cli.stopping import again, begun, resumed
+from clipwise.cli.stopping import begun, resume_command, resumed
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made, to_toml
 from clipwise.data import Arrays, Splits
 from clipwise.data.source import parsed
@@ -208,7 +208,7 @@ class _Study:
         plan = resolved(plan)
         if (place / CHECKPOINT).is_file():
             plan = replace(plan, resume=str(place))
-        done = run_one(plan, splits, place, bar, look, command=again(self.config, self.folder))
+        done = run_one(plan, splits, place, bar, look, command=resume_command(self.config, self.folder))
         steps: Curve = [dict(measured) | rows.get(measured["step"], {}) for measured in done.metrics]
         final, curves = self._end(done.model, splits)
         return summary(steps, final), {"steps": steps, **curves}
