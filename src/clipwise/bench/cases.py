@@ -22,6 +22,11 @@ VOCABULARY = 10_000
 GPT2_VOCABULARY = 50_257
 
 
+def on_gpu(device: str) -> bool:
+    """Whether this device has the rows and columns of a GPU."""
+    return device.split(":")[0] == "cuda"
+
+
 @dataclass(frozen=True)
 class Case:
     """One row: every column trains the same initial model on the same batch with the same settings.
