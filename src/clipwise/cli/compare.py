@@ -85,8 +85,8 @@ def run(config: CompareConfig) -> str:
     if not private:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
     try:
-        plans = [(text, resolved(_plan(config, text))) for text in private]
-        ordinary = [(text, resolved(_plan(config, text))) for text in plain]
+        plans = [(text, resolved(_settings_of(config, text))) for text in private]
+        ordinary = [(text, resolved(_settings_of(config, text))) for text in plain]
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
         hint = "; training without privacy is written 'no privacy'" if "privacy" in str(error).lower() else hint
@@ -192,7 +192,7 @@ def _apart(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in texts if text not in plain], plain
 
 
-def _plan(config: CompareConfig, text: str) -> TrainConfig:
+def _settings_of(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``; no privacy has no method."""
     shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")

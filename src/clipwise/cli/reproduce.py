@@ -111,7 +111,7 @@ def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tupl
     short = experiment.name.removesuffix(".toml").replace("/", "-").strip("-.")
     study = _Study(config, experiment)
     for one in runs:  # what is wrong with the last run is said before the first takes hours
-        plan = study.plan(one, 0)
+        plan = study.settings_of(one, 0)
         methods.parse(plan.method)
         if not (experiment.problem or experiment.weights):
             study.splits(plan)
@@ -167,7 +167,7 @@ class _Study:
     def once(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves, float]:
         """One run: its final numbers, its curves and its seconds; what was finished before is read."""
         kept = self.folder / f"{number}-{seed}.json"
-        settings = to_toml(self.plan(one, seed))
+        settings = to_toml(self.settings_of(one, seed))
         if kept.is_file():
             found = _numbers(json.loads(text_in(kept)))
             if found["settings"] != settings:
@@ -187,7 +187,7 @@ class _Study:
         if self.experiment.weights:
             final, curve = measures.weights(methods.parse(str(one.settings["method"])))
             return final, {"weights": curve}
-        plan = self.plan(one, seed)
+        plan = self.settings_of(one, seed)
         if self.experiment.problem is not None:
             return self._posed(plan)
         splits = self.splits(plan)
@@ -213,7 +213,7 @@ class _Study:
         final, curves = self._end(done.model, splits)
         return summary(steps, final), {"steps": steps, **curves}
 
-    def plan(self, one: Planned, seed: int) -> TrainConfig:
+    def settings_of(self, one: Planned, seed: int) -> TrainConfig:
         """The run's settings, with what the command line says about where it runs."""
         given = checked(TrainConfig, one.settings, f"the run {one.name!r} of {self.experiment.name}")
         budget = {"epsilon", "noise_multiplier"} & {*given, *self.changed}
@@ -398,10 +398,9 @@ def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path,
 def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> str:
     experiment = study.experiment
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    planned = {run.name: run for run in experiment.runs}
     table.add_column("run")
     # of other data or another network than the paper's, a difference would say nothing, and names may mislead
-    names = {result.name for result in results}
-    data = {run.name: re.split("[:?]", study.plan(run, 0).data)[0] for run in experiment.runs if run.name in names}
     if experiment.reduced:
         table.add_column("data")
     table.add_column("quantity", no_wrap=True)
@@ -414,7 +413,8 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
             _with_spread(line.quantity, line.paper, line.paper_spread),
             formatted(line.quantity, line.difference, signed=True),
         ]
-        first = [Text("" if line.run == before else name) for name in (line.run, data[line.run])]
+        data = re.split("[:?]", study.settings_of(planned[line.run], 0).data)[0]
+        first = [Text("" if line.run == before else name) for name in (line.run, data)]
         table.add_row(*first[: 1 + experiment.reduced], line.quantity, *cells[: 2 if experiment.reduced else 3])
         before = line.run
     for result in results:
