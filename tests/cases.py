@@ -666,12 +666,6 @@ def off(found: Gradient, expected: Gradient) -> float:
     return float((flat(found) - flat(expected)).abs().max() / size) if size else float(flat(found).abs().max())
 
 
-def off_squared(found: Tensor, expected: Tensor, whole: Tensor) -> float:
-    """The largest error of squared norms, relative to the whole gradient's squared norm."""
-    assert found.shape == expected.shape
-    return float((found.square() - expected.square()).abs().max() / whole.square().max())
-
-
 def groups(names: Sequence[str]) -> list[list[str]]:
     """Two groups, or one if there is one parameter."""
     return [list(part) for part in (names[::2], names[1::2]) if part]

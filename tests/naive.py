@@ -536,29 +536,6 @@ def outer_momentum_as_printed(released: Sequence[Array], gamma1: float) -> list[
     return outer_momentum(released, 1 - gamma1)
 
 
-def exponential_average(iterates: Sequence[Array], decay: Callable[[int], float]) -> list[Array]:
-    """θ̄_0 = θ_0, θ̄_t = d_t θ̄_{t−1} + (1 − d_t) θ_t: the average of iterates (De et al.: d = 0.999 and more)."""
-    averages = [np.array(iterates[0], dtype=np.float64)]
-    for t in range(1, len(iterates)):
-        averages.append(decay(t) * averages[-1] + (1 - decay(t)) * iterates[t])
-    return averages
-
-
-def constant_decay(decay: float) -> Callable[[int], float]:
-    """d_t = d: θ_0 keeps the weight d^t."""
-    return lambda t: decay
-
-
-def corrected_decay(decay: float) -> Callable[[int], float]:
-    """d_t = d (1 − d^t)/(1 − d^{t+1}): the same as starting at 0 and dividing by 1 − d^{t+1} (Adam's correction)."""
-    return lambda t: decay * (1 - decay**t) / (1 - decay ** (t + 1))
-
-
-def warm_up_decay(decay: float) -> Callable[[int], float]:
-    """d_t = min(d, (1 + t)/(10 + t)): a warm-up that image classifiers trained with moving averages often use."""
-    return lambda t: min(decay, (1 + t) / (10 + t))
-
-
 def recursive_filter(inputs: Sequence[Array], a: Sequence[float], b: Sequence[float]) -> list[Array]:
     """y_t = −Σ_{k=1..n_a} a_k y_{t−k} + Σ_{k=0..n_b} b_k g_{t−k}; everything before the first step is 0.
 

@@ -26,7 +26,7 @@ from clipwise.cli import COMMANDS, main
 from clipwise.cli.parts import network, resolved, steps_of, use_threads
 from clipwise.cli.runs import without_privacy
 from clipwise.cli.screen import Bar
-from clipwise.cli.stopping import again, patient, resumed
+from clipwise.cli.stopping import patient, resume_command, resumed
 from clipwise.config import CompareConfig, TrainConfig, made, to_toml
 from clipwise.data import load
 from clipwise.methods import METHODS, parse
@@ -1016,10 +1016,10 @@ def test_what_a_resumed_run_is_told_must_be_its_own_setting_also_where_it_is_the
 
 
 def test_how_to_go_on_says_where_the_run_was() -> None:
-    assert again(TrainConfig(), Path("my run")) == "clipwise train --resume 'my run'"
+    assert resume_command(TrainConfig(), Path("my run")) == "clipwise train --resume 'my run'"
     there = TrainConfig(device="cuda:1", tensorboard=True)
-    assert again(there, Path("run")) == "clipwise train --resume run --device cuda:1 --tensorboard"
-    assert again(CompareConfig(), Path("runs")) == "clipwise compare --resume runs"
+    assert resume_command(there, Path("run")) == "clipwise train --resume run --device cuda:1 --tensorboard"
+    assert resume_command(CompareConfig(), Path("runs")) == "clipwise compare --resume runs"
 
 
 def test_what_was_spent_before_is_not_called_steps_of_this_run(capsys: pytest.CaptureFixture[str], here: Path) -> None:

@@ -203,7 +203,7 @@ def test_many_samples_are_taken_in_pieces(monkeypatch, samples: int) -> None:
 
 def test_the_twin_takes_many_samples_in_pieces(monkeypatch) -> None:
     arguments = case(7, 2, (5, 5), 3, (3, 3))
-    monkeypatch.setattr(form.planner, "STREAM_FLOATS", 3 * 26**2)
+    monkeypatch.setattr(form.forms, "STREAM_FLOATS", 3 * 26**2)
     torch.testing.assert_close(convolution_gram_sq_norm(*arguments).cpu(), reference(*arguments), rtol=1e-10, atol=0)
 
 

@@ -16,7 +16,7 @@ from clipwise import models
 from clipwise.engine import ChunkEngine
 from clipwise.methods import flat, normalised, parse
 from clipwise.records import Capture, oracle, trainable
-from clipwise.records.checks import self_test
+from clipwise.records.checks import check_samples
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.kinds import Convolution, Geometry, Outer
@@ -282,13 +282,13 @@ def test_networks_pass_the_self_test_where_products_are_in_tf32_and_in_bfloat16(
     torch.manual_seed(0)
     model = models.build(name, (3, 32, 32), 10).cuda()
     batch = (torch.rand(4, 3, 32, 32, device="cuda"), torch.randint(0, 10, (4,), device="cuda"))
-    self_test(model, loss, batch)
+    check_samples(model, loss, batch)
 
     def narrow(model: nn.Module, batch: Any) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return loss(model, batch)
 
-    self_test(model, narrow, batch)
+    check_samples(model, narrow, batch)
 
 
 def test_in_tf32_what_is_summed_is_what_was_measured_even_where_it_cancels() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipwise.diagnostics import together
 from clipwise.diagnostics.together import _writes, products
-from clipwise.records import SampleGradients, planner
+from clipwise.records import SampleGradients, forms
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer, Record
 
 SAMPLES = 6
@@ -72,7 +72,7 @@ def test_all_sums_together_are_each_as_by_itself(
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(together, "_writes", lambda *_: writes)
-    monkeypatch.setattr(planner, "STREAM_FLOATS", 30)  # a sample or two at a time
+    monkeypatch.setattr(forms, "STREAM_FLOATS", 30)  # a sample or two at a time
     gradients = of(RECORDS[kind]())
     direction = {name: torch.randn_like(like) for name, like in gradients.like.items()}
     weights = {name: torch.rand(weightings, SAMPLES, dtype=torch.float64) for name in direction}
@@ -100,8 +100,8 @@ def test_what_was_summed_in_float32_is_compared_in_float64() -> None:
 
 
 def test_no_more_is_written_out_than_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "STREAM_FLOATS", 30)
-    monkeypatch.setattr(planner, "TRAFFIC", 0)
+    monkeypatch.setattr(forms, "STREAM_FLOATS", 30)
+    monkeypatch.setattr(forms, "TRAFFIC", 0)
     written: list[int] = []
     dense = Outer.dense
     monkeypatch.setattr(Outer, "dense", lambda self: (written.append(self.samples * 12), dense(self))[1])

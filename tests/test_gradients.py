@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from cases import CASES, SAMPLES, Largest, Parts, direction, fast, flat, groups, integers, loss, normal, off, slow
 from clipwise.losses import cross_entropy
 from clipwise.methods import flat as flat_method
-from clipwise.records import SampleGradients, from_dense, kinds, oracle, per_sample, planner
+from clipwise.records import SampleGradients, forms, from_dense, kinds, oracle, per_sample
 from clipwise.records.kernels import gram_sq_norm
 from clipwise.records.kinds import Convolution, Dense, Geometry, Indexed, Outer
 from clipwise.records.layers import products
@@ -51,10 +51,10 @@ def assert_exact(model: nn.Module, *batch: Tensor) -> SampleGradients:
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    counted = planner.choose
+    counted = forms.choose
 
     def as_form(name: str) -> None:
-        monkeypatch.setattr(planner, "choose", lambda *sizes, **more: replace(counted(*sizes, **more), name=name))
+        monkeypatch.setattr(forms, "choose", lambda *sizes, **more: replace(counted(*sizes, **more), name=name))
 
     return as_form
 
@@ -139,7 +139,7 @@ def test_streaming_in_pieces_gives_the_same_norms(
     monkeypatch: pytest.MonkeyPatch, force: Callable[[str], None]
 ) -> None:
     force("streamed")
-    monkeypatch.setattr(planner, "STREAM_FLOATS", 1)  # one sample at a time
+    monkeypatch.setattr(forms, "STREAM_FLOATS", 1)  # one sample at a time
     most: list[int] = []
     dense = Outer.dense
     monkeypatch.setattr(Outer, "dense", lambda record: most.append(record.samples) or dense(record))
@@ -160,7 +160,7 @@ EXTREMES = {
 @pytest.mark.parametrize("shape", EXTREMES)
 def test_where_one_form_is_clearly_best_it_is_chosen(shape: str) -> None:
     (*sizes, raw_inputs), form = EXTREMES[shape]
-    assert planner.choose(*sizes, raw_inputs=raw_inputs).name == form
+    assert forms.choose(*sizes, raw_inputs=raw_inputs).name == form
 
 
 ON_A_GPU = {  # positions, p, q, raw inputs, whether it unfolds
@@ -175,7 +175,7 @@ ON_A_GPU = {  # positions, p, q, raw inputs, whether it unfolds
 @pytest.mark.parametrize("shape", ON_A_GPU)
 def test_with_kernels_a_gpu_writes_little_and_never_unfolds(shape: str) -> None:
     (*sizes, raw_inputs, unfolds), form = ON_A_GPU[shape]
-    assert planner.choose(*sizes, raw_inputs=raw_inputs, cuda=True, kernel=True, unfolds=unfolds).name == form
+    assert forms.choose(*sizes, raw_inputs=raw_inputs, cuda=True, kernel=True, unfolds=unfolds).name == form
 
 
 def test_a_tied_weight_whose_parts_nearly_cancel_is_not_under_estimated() -> None:
@@ -212,9 +212,9 @@ def test_a_written_gradient_beside_rows_of_its_table_is_their_sum(dtype: torch.d
 
 def test_a_gradient_is_written_only_where_it_takes_no_more_memory_than_its_records() -> None:
     sizes = (1024, 768, 2304)  # 1.77 M numbers, in the place of 3.15 M of half the width
-    assert planner.choose(*sizes, cuda=True, kernel=True).name == "written"
+    assert forms.choose(*sizes, cuda=True, kernel=True).name == "written"
     for formats, form in (((torch.float16, torch.float32), "gram"), ((torch.bfloat16, torch.bfloat16), "written")):
-        assert planner.choose(*sizes, cuda=True, kernel=True, formats=formats).name == form
+        assert forms.choose(*sizes, cuda=True, kernel=True, formats=formats).name == form
 
 
 @pytest.mark.parametrize("spare", [(0, 0), (0, 5), (3, 0)])
@@ -260,7 +260,7 @@ sizes = st.integers(1, 300)
 @settings(max_examples=200, deadline=None)
 @given(positions=sizes, inputs=sizes, outputs=sizes, blocks=st.integers(1, 4))
 def test_the_choice_follows_the_counted_cost(positions: int, inputs: int, outputs: int, blocks: int) -> None:
-    form = planner.choose(positions, inputs, outputs, blocks=blocks)
+    form = forms.choose(positions, inputs, outputs, blocks=blocks)
     assert form.gram_cost == blocks * positions * positions * (inputs + outputs)
     assert form.written_cost == blocks * positions * inputs * outputs
     assert form.written_floats == blocks * inputs * outputs
@@ -269,9 +269,9 @@ def test_the_choice_follows_the_counted_cost(positions: int, inputs: int, output
         assert form.gram_cost <= form.written_cost
     if form.name == "streamed":
         assert form.written_cost <= form.gram_cost
-    assert form == planner.choose(positions, inputs, outputs, blocks=blocks)
+    assert form == forms.choose(positions, inputs, outputs, blocks=blocks)
     # more positions never make the Gram form, which is quadratic in them, the better one
-    assert form.name == "gram" or planner.choose(positions + 1, inputs, outputs, blocks=blocks).name != "gram"
+    assert form.name == "gram" or forms.choose(positions + 1, inputs, outputs, blocks=blocks).name != "gram"
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (8, 1)])
@@ -683,7 +683,7 @@ def test_probes_added_at_once_are_written_out_where_so_many_positions_make_that_
         torch.manual_seed(seed)
         outer = Outer(torch.randn(4, 1, 8, 8).double(), torch.randn(4, 1, 8, 32).double(), torch.Size([32, 8]))
         probes.append(SampleGradients({"weight": (outer,)}, {"weight": torch.zeros(32, 8).double()}, 4))
-    assert planner.choose(8, 8, 32).name == "streamed" and planner.choose(24, 8, 32).name == "written"
+    assert forms.choose(8, 8, 32).name == "streamed" and forms.choose(24, 8, 32).name == "written"
     at_once = probes[0].plus(*probes[1:])
     assert isinstance(at_once.records["weight"][0], Dense)
     expected = sum(probe.materialise()["weight"] for probe in probes)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cases import flat, one_by_one
 from clipwise.records import Capture, SampleGradients, from_dense, per_sample
-from clipwise.records.checks import self_test
+from clipwise.records.checks import check_samples
 from clipwise.types import Gradient
 
 transformers = pytest.importorskip("transformers")
@@ -176,7 +176,7 @@ def test_every_operation_has_a_fast_path_and_every_parameter_is_used(name: str) 
 @every_model
 def test_the_self_test_passes(name: str) -> None:
     case = CASES[name]
-    self_test(case.model(), case.loss, case.batch())
+    check_samples(case.model(), case.loss, case.batch())
 
 
 def test_the_tied_tables_are_one_parameter_each() -> None:

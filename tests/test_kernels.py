@@ -145,7 +145,7 @@ def test_no_samples_give_no_norms() -> None:
 
 def test_many_samples_are_taken_a_few_at_a_time(monkeypatch) -> None:
     arguments = case(7, 2, (5, 5), 3, (3, 3))
-    monkeypatch.setattr(convolution.planner, "STREAM_FLOATS", 3 * 2 * 9 * 3)  # three samples' gradients
+    monkeypatch.setattr(convolution.forms, "STREAM_FLOATS", 3 * 2 * 9 * 3)  # three samples' gradients
     torch.testing.assert_close(convolution_sq_norm(*arguments), reference(*arguments), rtol=1e-10, atol=0)
 
 
@@ -607,7 +607,7 @@ def _totals(rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("samples", [0, 1, 7])
 def test_the_twins_sum_a_few_numbers_of_all_rows_at_a_time(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_kernel.planner, "CUDA_STREAM_FLOATS", 20)
+    monkeypatch.setattr(written_kernel.forms, "CUDA_STREAM_FLOATS", 20)
     rows, weights = torch.randn(samples, 11).bfloat16(), torch.rand(samples)
     torch.testing.assert_close(rows_total(rows, weights), weights @ rows.float())
     rows = torch.randn(3, samples, 11).bfloat16()

@@ -22,7 +22,7 @@ from clipwise.data.text import tokenised
 from clipwise.models import MODELS, build, digits_cnn, mnist_cnn, resnet20_gn, small_transformer, takes_tokens
 from clipwise.models.resnet import BLOCKS
 from clipwise.models.standardise import Coordinates, StandardisedConv2d
-from clipwise.records.checks import self_test
+from clipwise.records.checks import check_samples
 from clipwise.records.standardise import pulled_back, standardise
 from clipwise.types import InputError
 
@@ -186,7 +186,7 @@ def test_gradients_are_the_same_with_channels_last_in_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in SHALLOW if MODELS[name].parameters < 200_000])
 def test_the_self_test_at_start_up_passes(name: str) -> None:
-    self_test(made(name), cw.cross_entropy, (samples(name, 3), torch.arange(3)))
+    check_samples(made(name), cw.cross_entropy, (samples(name, 3), torch.arange(3)))
 
 
 # ── weight standardisation ──────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import clipwise as cw
 from clipwise.records import oracle
-from clipwise.records.checks import self_test
+from clipwise.records.checks import check_samples
 from clipwise.step import private_sum
 from clipwise.types import Gradient, InputError, Refused
 
@@ -113,7 +113,7 @@ def test_a_backward_pass_that_mixes_samples_is_refused() -> None:
             return Normalised.apply(self.linear(x))  # type: ignore[no-any-return]
 
     with pytest.raises(Refused, match="differ from those computed one sample at a time"):
-        self_test(Model(), cw.cross_entropy, (X[:4], Y[:4]))
+        check_samples(Model(), cw.cross_entropy, (X[:4], Y[:4]))
 
 
 class Remembering(nn.Module):
@@ -133,7 +133,7 @@ class Remembering(nn.Module):
 def test_a_parameter_that_the_forward_pass_writes_the_batch_into_is_refused(trained: bool) -> None:
     model = Remembering(trained)
     with pytest.raises(Refused, match="parameter mean is computed from the batch"):
-        self_test(model, cw.cross_entropy, (X[:4], Y[:4]))
+        check_samples(model, cw.cross_entropy, (X[:4], Y[:4]))
     assert not model.mean.any()  # left as it was
     with pytest.raises(Refused, match="parameter mean is computed from the batch"):
         private_for(model)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from cases import CASES, SAMPLES, Parts, integers, loss, normal
 from clipwise.records import checks
-from clipwise.records.checks import refuse_modules, self_test
+from clipwise.records.checks import check_samples, refuse_modules
 from clipwise.types import InputError, Refused
 
 
@@ -34,34 +34,34 @@ def network(*middle: nn.Module) -> nn.Sequential:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_good_model_passes(name: str) -> None:
-    self_test(CASES[name].model(), loss, CASES[name].batch())
+    check_samples(CASES[name].model(), loss, CASES[name].batch())
 
 
 @pytest.mark.parametrize("samples", [1, 2, 7])
 def test_any_number_of_samples_will_do(samples: int) -> None:
-    self_test(network(), loss, (normal(4, samples=samples),))
+    check_samples(network(), loss, (normal(4, samples=samples),))
 
 
 def test_a_model_with_dropout_passes_in_training_mode() -> None:
-    self_test(network(nn.Dropout(0.5)).train(), loss, (normal(4),))
+    check_samples(network(nn.Dropout(0.5)).train(), loss, (normal(4),))
 
 
 def test_batch_norm_in_eval_mode_passes() -> None:
-    self_test(network(nn.BatchNorm1d(6)).eval(), loss, (normal(4),))
+    check_samples(network(nn.BatchNorm1d(6)).eval(), loss, (normal(4),))
 
 
 def test_a_model_in_float32_passes() -> None:
-    self_test(network().float(), loss, (normal(4).float(),))
+    check_samples(network().float(), loss, (normal(4).float(),))
 
 
 def test_a_sparse_embedding_passes() -> None:
-    self_test(nn.Embedding(7, 3, sparse=True).double(), loss, (integers(7, 5),))
+    check_samples(nn.Embedding(7, 3, sparse=True).double(), loss, (integers(7, 5),))
 
 
 def test_a_sample_that_is_not_finite_is_no_reason_to_fail() -> None:
     x = normal(4)
     x[1] = torch.nan
-    self_test(network(), loss, (x,))
+    check_samples(network(), loss, (x,))
 
 
 # ── modules that are refused by what they are ───────────────────────────────────────────────────────────────────────
@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_a_module_that_keeps_or_uses_the_batchs_statistics_is_refused_by_name(name: str) -> None:
     make, fix = REFUSED[name]
     model = nn.Sequential(nn.Linear(4, 6), nn.ModuleDict({"inside": make()}))
-    for check in (refuse_modules, lambda model: self_test(model, loss, (normal(4),))):
+    for check in (refuse_modules, lambda model: check_samples(model, loss, (normal(4),))):
         with pytest.raises(Refused, match=fix) as caught:
             check(model)
         assert f"1.inside ({name.split()[0]})" in str(caught.value)
@@ -113,13 +113,13 @@ def test_a_module_of_the_users_own_that_mixes_samples_is_refused_by_name() -> No
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), Centred(), nn.Linear(4, 3)).double()
     with pytest.raises(Refused, match=r"1 \(Centred\)") as caught:
-        self_test(model, loss, (normal(4),))
+        check_samples(model, loss, (normal(4),))
     assert "GroupNorm" in str(caught.value)
 
 
 def test_a_mixing_module_between_parameters_is_refused() -> None:
     with pytest.raises(Refused, match="sample"):
-        self_test(network(Centred()), loss, (normal(4),))
+        check_samples(network(Centred()), loss, (normal(4),))
 
 
 def test_mixing_that_only_training_mode_does_is_refused() -> None:
@@ -130,8 +130,8 @@ def test_mixing_that_only_training_mode_does_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Sometimes(), nn.Linear(4, 3)).double()
     with pytest.raises(Refused, match=r"0 \(Sometimes\)"):
-        self_test(model.train(), loss, (normal(4),))
-    self_test(model.eval(), loss, (normal(4),))
+        check_samples(model.train(), loss, (normal(4),))
+    check_samples(model.eval(), loss, (normal(4),))
 
 
 def token_losses(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -153,15 +153,15 @@ def test_a_loss_that_divides_by_the_batchs_tokens_is_refused_and_by_the_samples_
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)).double()
     targets = torch.tensor([[1, 2, 3, 4], [5, 0, 0, 0], [6, 7, 0, 0], [8, 0, 0, 0]])
     batch = (integers(9, 4), targets)
-    self_test(model, alone, batch)
+    check_samples(model, alone, batch)
     with pytest.raises(Refused, match="the loss"):
-        self_test(model, coupled, batch)
+        check_samples(model, coupled, batch)
 
 
 def test_a_loss_that_divides_by_the_batch_size_is_refused() -> None:
     """No sample's values couple it, but its gradient is not that of the sample on its own."""
     with pytest.raises(Refused, match="batch size"):
-        self_test(network(), lambda m, b: loss(m, b) / len(b[0]), (normal(4),))
+        check_samples(network(), lambda m, b: loss(m, b) / len(b[0]), (normal(4),))
 
 
 def test_a_loss_that_subtracts_the_batchs_mean_is_refused() -> None:
@@ -170,7 +170,7 @@ def test_a_loss_that_subtracts_the_batchs_mean_is_refused() -> None:
         return values - values.detach().mean()
 
     with pytest.raises(Refused, match="the loss"):
-        self_test(network(), relative, (normal(4),))
+        check_samples(network(), relative, (normal(4),))
 
 
 def test_attention_between_samples_is_refused() -> None:
@@ -178,7 +178,7 @@ def test_attention_between_samples_is_refused() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=False).double()
     with pytest.raises(Refused, match="sample"):
-        self_test(model, loss, (normal(5, 6),))
+        check_samples(model, loss, (normal(5, 6),))
 
 
 def test_a_gradient_that_a_custom_function_hides_is_refused() -> None:
@@ -199,7 +199,7 @@ def test_a_gradient_that_a_custom_function_hides_is_refused() -> None:
     torch.manual_seed(0)
     model = Parts(lambda m, x: Product.apply(x, m.a.bias) + m.a(x), a=nn.Linear(4, 4)).double()
     with pytest.raises(Refused, match="differ from those computed one sample at a time"):
-        self_test(model, loss, (normal(4),))
+        check_samples(model, loss, (normal(4),))
 
 
 @pytest.mark.parametrize("field", ["norms", "weighted_sum"])
@@ -212,7 +212,7 @@ def test_an_engine_that_is_off_is_noticed(field: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(checks.Capture, "__call__", wrong)
     with pytest.raises(Refused, match="self-test failed: per-sample " + ("norms" if field == "norms" else "sums")):
-        self_test(network(), loss, (normal(4),))
+        check_samples(network(), loss, (normal(4),))
 
 
 # ── parameters that take no part ────────────────────────────────────────────────────────────────────────────────────
@@ -222,15 +222,15 @@ def test_parameters_that_receive_no_gradient_are_named() -> None:
     torch.manual_seed(0)
     model = Parts(lambda m, x: m.used(x), used=nn.Linear(4, 3), spare=nn.Linear(4, 2)).double()
     with pytest.raises(InputError, match=r"spare\.weight, spare\.bias.*requires_grad_\(False\)"):
-        self_test(model, loss, (normal(4),))
+        check_samples(model, loss, (normal(4),))
     model.spare.requires_grad_(False)
-    self_test(model, loss, (normal(4),))
+    check_samples(model, loss, (normal(4),))
 
 
 def test_a_scripted_module_whose_inside_cannot_be_seen_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 3))).double()
     with pytest.raises(InputError, match=r"1\.weight"):
-        self_test(model, loss, (normal(4),))
+        check_samples(model, loss, (normal(4),))
 
 
 # ── the model is left as it was ─────────────────────────────────────────────────────────────────────────────────────
@@ -261,10 +261,10 @@ def test_the_model_and_the_generators_are_restored_however_it_ends(ending: str) 
         "wrong loss": lambda m, b: loss(m, b).mean(),
     }[ending]
     if ending == "passes":
-        self_test(model, run, batch)
+        check_samples(model, run, batch)
     else:
         with pytest.raises(InputError):
-            self_test(model, run, batch)
+            check_samples(model, run, batch)
     assert state(model) == flags
     assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -274,7 +274,7 @@ def test_the_model_and_the_generators_are_restored_however_it_ends(ending: str) 
 def test_the_batch_is_left_as_it_was() -> None:
     x = normal(4)
     before = x.clone()
-    self_test(network(), loss, (x,))
+    check_samples(network(), loss, (x,))
     assert torch.equal(x, before) and len(x) == SAMPLES
 
 
@@ -291,4 +291,4 @@ def test_a_model_that_computes_in_bfloat16_passes(name: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
-    self_test(model, narrow, (x, torch.tensor([0, 1, 2, 0])))
+    check_samples(model, narrow, (x, torch.tensor([0, 1, 2, 0])))

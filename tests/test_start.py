@@ -102,7 +102,7 @@ def test_a_later_phase_that_does_not_go_with_the_model_is_an_error_before_anythi
 
 def test_phases_that_look_at_the_same_rows_are_self_tested_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tested: list[Any] = []
-    monkeypatch.setattr("clipwise.self_test.self_test", lambda *given: tested.append(given))
+    monkeypatch.setattr("clipwise.self_test.check_samples", lambda *given: tested.append(given))
     begun(method="schedule([(0, flat()), (1, psac()), (2, global_()), (3, bam())])")
     assert len(tested) == 2
 

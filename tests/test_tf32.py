@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
-from clipwise.records import Capture, SampleGradients, kinds, oracle, planner, trainable
+from clipwise.records import Capture, SampleGradients, forms, kinds, oracle, trainable
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
 from clipwise.records.tf32 import allowed, forbidden, halves, halves_by_position, rounds
@@ -147,7 +147,7 @@ def test_lines_go_through_the_kernels_as_images_of_height_one(merged: int, monke
     half = Convolution(record.x.half(), record.b.half(), record.geometry).merged(merged)
     expected = [half.sq_norm(), half.dense(), half.total(WEIGHTS[: half.samples])]
     monkeypatch.setattr(Convolution, "_by_kernel", property(lambda self: True))  # the kernels' plain twins
-    monkeypatch.setattr(planner, "choose", lambda *_, **__: planner.Form("fused", 0, 0, 0, 0))
+    monkeypatch.setattr(forms, "choose", lambda *_, **__: forms.Form("fused", 0, 0, 0, 0))
     found = [half.sq_norm(), half.dense(), half.total(WEIGHTS[: half.samples])]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 

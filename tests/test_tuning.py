@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from clipwise.records import Capture, kinds, memory, planner, trainable, tuning
+from clipwise.records import Capture, forms, kinds, memory, trainable, tuning
 from clipwise.records.capture import traced
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Outer
@@ -31,7 +31,7 @@ class Clock:
         self.asked: list[tuple[str, int]] = []
         self.seen: list[tuple[Tensor, Tensor]] = []
 
-    def __call__(self, record: Any, name: planner.Name, weights: Tensor) -> float:
+    def __call__(self, record: Any, name: forms.Name, weights: Tensor) -> float:
         self.asked.append((name, record.samples))
         said = self.says.get(name, 1.0)
         if isinstance(said, Exception):
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(tuning, "DEVICES", ("cpu",))
     monkeypatch.setattr(tuning, "_times", {})
     monkeypatch.setattr(tuning, "took", made)
-    monkeypatch.setattr(planner, "FAR", 8)  # so that small layers have several forms to choose from
+    monkeypatch.setattr(forms, "FAR", 8)  # so that small layers have several forms to choose from
     return made
 
 
@@ -79,17 +79,17 @@ def test_the_fastest_form_is_taken_and_all_were_timed_once(clock: Clock, fastest
 
 @pytest.mark.parametrize(("time", "left"), [(0.96, False), (0.94, True)])
 def test_only_a_clearly_faster_form_takes_the_counted_one_s_place(clock: Clock, time: float, left: bool) -> None:
-    counted = planner.choose(24, 24, 32).name
+    counted = forms.choose(24, 24, 32).name
     assert counted == "written"
     clock.says = {"gram": time}
     assert outer().form.name == ("gram" if left else counted)
 
 
 def test_what_slows_the_device_for_a_while_does_not_decide(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = planner.choose(24, 24, 32).name
+    counted = forms.choose(24, 24, 32).name
     asked: list[str] = []
 
-    def busy(record: Any, name: planner.Name, weights: Tensor) -> float:
+    def busy(record: Any, name: forms.Name, weights: Tensor) -> float:
         asked.append(name)
         return 9.0 if name == counted and asked.count(name) == 1 else 1.0
 
@@ -114,9 +114,9 @@ def test_a_form_that_fails_is_no_candidate(clock: Clock, failure: Exception) -> 
 
 def test_where_every_form_fails_counting_decides_and_nothing_is_tried_again(clock: Clock) -> None:
     clock.says = dict.fromkeys(["gram", "streamed", "written"], Refused("no kernel"))
-    assert outer().form == planner.choose(24, 24, 32)
+    assert outer().form == forms.choose(24, 24, 32)
     asked = len(clock.asked)
-    assert outer().form == planner.choose(24, 24, 32) and len(clock.asked) == asked
+    assert outer().form == forms.choose(24, 24, 32) and len(clock.asked) == asked
 
 
 def test_records_that_are_kept_although_writing_is_faster_take_the_next_form(
@@ -132,7 +132,7 @@ def test_records_that_are_kept_although_writing_is_faster_take_the_next_form(
         monkeypatch.setattr(type(record), "norm_by", lambda r, name, by=by, used=used: used.append(name) or by(r, name))
         torch.testing.assert_close(record.sq_norm(), record.dense().flatten(1).square().sum(1))
         assert used == [next_one]
-    assert planner.choose(24, 24, 32).kept == "written"  # counted: as it always was
+    assert forms.choose(24, 24, 32).kept == "written"  # counted: as it always was
 
 
 # ── what is not tried ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +141,7 @@ def test_records_that_are_kept_although_writing_is_faster_take_the_next_form(
 def test_a_cpu_keeps_to_counting(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "DEVICES", ("cuda",))
     clock.says = {"gram": 0.1}
-    assert outer().form == planner.choose(24, 24, 32) and not clock.asked
+    assert outer().form == forms.choose(24, 24, 32) and not clock.asked
 
 
 def test_a_gradient_that_takes_more_memory_than_its_records_is_not_written_however_fast(clock: Clock) -> None:
@@ -159,10 +159,10 @@ def test_gram_matrices_that_take_more_memory_than_the_records_are_not_tried(cloc
 
 
 def test_what_counts_far_more_is_not_tried() -> None:
-    assert planner.choose(48, 48, 64).worth == ("streamed", "written")
-    assert planner.choose(256, 256, 256, cuda=True, kernel=True).worth == ("fused", "gram", "written")
-    assert planner.choose(512, 64, 64, cuda=True, kernel=True).worth == ("fused", "written")
-    image = partial(planner.choose, 64, 2304, 256, raw_inputs=256 * 64, cuda=True, kernel=True, unfolds=True)
+    assert forms.choose(48, 48, 64).worth == ("streamed", "written")
+    assert forms.choose(256, 256, 256, cuda=True, kernel=True).worth == ("fused", "gram", "written")
+    assert forms.choose(512, 64, 64, cuda=True, kernel=True).worth == ("fused", "written")
+    image = partial(forms.choose, 64, 2304, 256, raw_inputs=256 * 64, cuda=True, kernel=True, unfolds=True)
     assert image().worth == ("fused",) and image(not_unfolded=3_000_000).worth == ("fused", "gram")
 
 
@@ -294,7 +294,7 @@ def batch(samples: int = N) -> Any:
     return torch.randn(samples, 2, 4, 5), torch.randint(0, 4, (samples,))
 
 
-def forms(sites: Any) -> dict[str, Any]:
+def chosen(sites: Any) -> dict[str, Any]:
     return {name: site.form for site in sites for name in site.parameters if site.form is not None}
 
 
@@ -304,22 +304,22 @@ def test_a_graph_chooses_as_the_eager_pass_before_it_did(clock: Clock, written: 
     model, data = Model().eval(), batch()
     eager = Capture(model, losses)(data)
     asked = len(clock.asked)
-    assert asked and (forms(eager.sites)["first.weight"].name == "written") == written
-    assert (forms(eager.sites)["turned"].name == "written") == written
+    assert asked and (chosen(eager.sites)["first.weight"].name == "written") == written
+    assert (chosen(eager.sites)["turned"].name == "written") == written
     norms = eager.norms()
     assert len(clock.asked) == asked  # the shapes of the records are those of the pass
     kept = {name: [type(r) for r in records] for name, records in eager.records.items()}
     assert (kept["turned"] == [Dense]) == written
     made: list[Any] = []
     graph = traced(model, losses, data, lambda found: made.append(found) or found.norms())
-    assert forms(made[0].sites) == forms(eager.sites) and len(clock.asked) == asked
+    assert chosen(made[0].sites) == chosen(eager.sites) and len(clock.asked) == asked
     assert {name: [type(r) for r in records] for name, records in made[0].records.items()} == kept
     parameters = {name: p.detach() for name, p in trainable(model).items()}
     torch.testing.assert_close(graph(parameters, data), norms)
     names = [tuple(parameters)]
     compiled = CompiledCapture(model, losses, N, names, {"backend": "eager"})(data)
     torch.testing.assert_close(compiled.norms(names)[:, 0], norms)
-    assert forms(compiled.sites) == forms(eager.sites) and "ms for" in compiled.explain()
+    assert chosen(compiled.sites) == chosen(eager.sites) and "ms for" in compiled.explain()
 
 
 def test_a_graph_of_a_shape_that_was_never_met_is_counted_and_leaves_nothing_behind(clock: Clock) -> None:
@@ -328,11 +328,11 @@ def test_a_graph_of_a_shape_that_was_never_met_is_counted_and_leaves_nothing_beh
     made: list[Any] = []
     traced(model, losses, data, lambda found: made.append(found) or found.norms())
     assert not clock.asked and not tuning._times
-    assert not any(form.milliseconds for form in forms(made[0].sites).values())
+    assert not any(form.milliseconds for form in chosen(made[0].sites).values())
     with FakeTensorMode() as mode:
         record = outer()
         assert isinstance(record.a, torch._subclasses.FakeTensor) and mode is not None
-        assert record.form == planner.choose(24, 24, 32)
+        assert record.form == forms.choose(24, 24, 32)
     assert not clock.asked and not tuning._times
 
 
@@ -346,7 +346,7 @@ def test_what_is_written_whatever_it_costs_is_not_measured(clock: Clock, monkeyp
     model = Model()
     model.turned.requires_grad_(False)
     found = Capture(model, made)(batch())
-    assert not clock.asked and {"convolution.weight", "first.weight"} == set(forms(found.sites))
+    assert not clock.asked and {"convolution.weight", "first.weight"} == set(chosen(found.sites))
     assert all(isinstance(record, Dense) for records in found.records.values() for record in records)
 
 
@@ -420,7 +420,7 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     monkeypatch.setattr(tuning, "_times", {})
-    monkeypatch.setattr(planner, "FAR", 8)
+    monkeypatch.setattr(forms, "FAR", 8)
     return tuning._times
 
 
@@ -476,7 +476,7 @@ def test_on_a_gpu_graphs_choose_as_the_eager_pass_did(narrow: bool, fresh: dict[
     known = dict(fresh)
     assert known and "ms for" in eager.explain()
     compiled = CompiledCapture(model, own, 32, names, {"backend": "eager"})(data)
-    assert forms(compiled.sites) == forms(eager.sites) and dict(fresh) == known
+    assert chosen(compiled.sites) == chosen(eager.sites) and dict(fresh) == known
     torch.testing.assert_close(compiled.norms(names), eager.norms(names), rtol=2e-2 if narrow else 5e-3, atol=0)
     weights = torch.rand(32, 1, device="cuda")
     first, second = compiled.weighted_sum(weights, names), eager.weighted_sum(weights, names)

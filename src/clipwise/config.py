@@ -27,6 +27,12 @@ def option(help: str, default: Any, *, group: str = "training", kept: bool = Tru
     return field(default=default, metadata={"help": help, "group": group, "kept": kept, "positional": positional})
 
 
+# what several commands say alike
+ACCOUNTANT = "pld, which is tight, or rdp"
+ROWS_PER_PERSON = "how many samples may be one person's: ε then holds for all of them together"
+THREADS = "processor threads; one for digits and tables, torch's choice otherwise"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """What every command can be told about its output."""
@@ -57,10 +63,8 @@ class Training(Output):
     epsilon: float | None = option("the privacy to keep; the noise is calibrated to it", None, group="privacy")
     noise_multiplier: float | None = option("the noise over the sensitivity, instead of epsilon", None, group="privacy")
     delta: float = option("the δ of (ε, δ); below one over the number of samples", 1e-5, group="privacy")
-    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
-    rows_per_person: int = option(
-        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
-    )
+    accountant: str = option(ACCOUNTANT, "pld", group="privacy")
+    rows_per_person: int = option(ROWS_PER_PERSON, 1, group="privacy")
     noise_seed: int | None = option(
         "seeded noise, for tests only: whoever knows the seed can subtract it", None, group="privacy"
     )
@@ -97,9 +101,7 @@ class Training(Output):
     precision: str = option("what the model computes in: float32, or bf16, which a GPU does faster", "float32")
     compile: bool = option("compile the step for a fixed chunk: a minute or more at the start, then faster", False)
     seed: int = option("seed of the initial weights; the noise does not follow it", 0)
-    threads: int | None = option(
-        "processor threads; one for digits and tables, torch's choice otherwise", None, kept=False
-    )
+    threads: int | None = option(THREADS, None, kept=False)
     quiet: bool = option("print nothing but errors and warnings", False, group="output", kept=False)
     json_lines: bool = option(
         "print each measurement as a line of JSON while it trains, and the result as the last line",
@@ -162,10 +164,8 @@ class CalibrateConfig(Output):
         None,
         group="privacy",
     )
-    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
-    rows_per_person: int = option(
-        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
-    )
+    accountant: str = option(ACCOUNTANT, "pld", group="privacy")
+    rows_per_person: int = option(ROWS_PER_PERSON, 1, group="privacy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +220,8 @@ class AdviseConfig(Output):
     epsilon: float | None = option("of the planned run; 3 unless given", None, group="privacy")
     noise_multiplier: float | None = option("of the planned run, instead of epsilon", None, group="privacy")
     delta: float = option("the δ of (ε, δ)", 1e-5, group="privacy")
-    accountant: str = option("pld, which is tight, or rdp", "pld", group="privacy")
-    rows_per_person: int = option(
-        "how many samples may be one person's: ε then holds for all of them together", 1, group="privacy"
-    )
+    accountant: str = option(ACCOUNTANT, "pld", group="privacy")
+    rows_per_person: int = option(ROWS_PER_PERSON, 1, group="privacy")
     noise_seed: int | None = option("seeded noise for --spend, for tests only", None, group="privacy")
     epochs: float | None = option("of the planned run; 20 unless steps are given", None, group="planned run")
     steps: int | None = option("of the planned run, instead of epochs", None, group="planned run")
@@ -232,9 +230,7 @@ class AdviseConfig(Output):
     samples: int = option("of the proxy that are looked at", 512, group="work")
     warm_up: int = option("ordinary steps on public data, to look at a model that has learnt", 100, group="work")
     device: str = option("cpu, cuda or cuda:1", "cpu", group="work")
-    threads: int | None = option(
-        "processor threads; one for digits and tables, torch's choice otherwise", None, group="work"
-    )
+    threads: int | None = option(THREADS, None, group="work")
     seed: int = option("seed of the initial weights and of random inputs", 0, group="work")
     folder: str | None = option("where to write the advice; runs/advise-DATA-TIME unless given", None, group="output")
 

@@ -133,7 +133,7 @@ class Passes:
         """Samples and their v_i, chunk by chunk; units of several samples come whole.
 
         Each chunk meets the same ``buffers``, and the last one's stay: what a pass writes into them (a count of passes,
-        a spectral norm's vectors) would else tell how many chunks there were, and so how many samples.
+        a spectral norm's vectors) would tell how many chunks there were, and so how many samples.
         """
         size = self.at_once(method)
         # one seed for the step: a sample's views and companions are its own, whatever the chunks

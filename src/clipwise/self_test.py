@@ -27,12 +27,12 @@ from clipwise.records.chance import generators, seeded, still, watched
 from clipwise.records.checks import (
     alone_as_together,
     changed_at,
+    check_samples,
     culprit,
     exchanged,
     losses_of,
     refuse_remembered,
     same_losses,
-    self_test,
 )
 from clipwise.records.displacement import Own
 from clipwise.records.extremes import refuse_extreme_gradients, refuse_extremes
@@ -68,7 +68,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
     reader = Reader.of(passes, drawn(max(size, READ)))
     rows, each = reader.read(few, torch.arange(len(few), device="cpu").split(1))
     shown = _shown(passes, method, few, rows)
-    self_test(passes.model, loss, shown)
+    check_samples(passes.model, loss, shown)
     refuse_extremes(passes.model, loss, shown)
     refuse_extreme_gradients(passes.model, loss, shown)
 

@@ -197,7 +197,7 @@ class _Loop:
         if not private.steps_taken and not self.looks:
             self.look()
         if self.folder is None:
-            self.measured()  # a mistake in it would lose the run, which no folder keeps, after its last step
+            self.evaluated()  # a mistake in it would lose the run, which no folder keeps, after its last step
         if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
             self.note(every)
             return
@@ -222,7 +222,7 @@ class _Loop:
                 self.measure()
             self.checkpoint()
 
-    def measured(self) -> dict[str, float]:
+    def evaluated(self) -> dict[str, float]:
         """What the user's function says of the model now; nothing where there is none."""
         if self.evaluate is None:
             return {}
@@ -230,8 +230,9 @@ class _Loop:
             return _numbers(self.evaluate(self.model))
 
     def measure(self) -> None:
+        """One measurement, kept wherever the run's numbers are."""
         row: dict[str, float] = {"step": self.private.steps_taken, "epsilon": self.private.epsilon()}
-        row |= {key: value for key, value in self.measured().items() if key not in row}  # ε is the run's own
+        row |= {key: value for key, value in self.evaluated().items() if key not in row}  # ε is the run's own
         self.metrics.append(row)
         if self.board is not None:
             self.board.measured(row)

@@ -16,10 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipwise.models import lstm_classifier, mnist_cnn, resnet20_gn, small_transformer
+from clipwise.models import gru, lstm_classifier, mnist_cnn, resnet20_gn, small_transformer, vit_small
 
 VOCABULARY = 10_000
 GPT2_VOCABULARY = 50_257
+
+
+def on_gpu(device: str) -> bool:
+    """Whether this device has the rows and columns of a GPU."""
+    return device.split(":")[0] == "cuda"
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,12 @@ class Case:
 
     def losses(self, model: nn.Module, batch: Any) -> Tensor:
         """One cross-entropy per sample, in the case's precision."""
-        with torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.narrow):
+        with self.precision():
             return losses(model, batch)
+
+    def precision(self) -> torch.autocast:
+        """What the model computes in, as a context: bfloat16 where the case is ``narrow``."""
+        return torch.autocast(self.device.split(":")[0], torch.bfloat16, enabled=self.narrow)
 
 
 def losses(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -125,25 +134,13 @@ class _Language(nn.Module):
         return logits[:, :-1].transpose(1, 2)
 
 
-def _vit() -> nn.Module:
-    from clipwise.models.hugging_face import vit_small
-
-    return vit_small(224, classes=1000)
-
-
-def _gru() -> nn.Module:
-    from clipwise.models.gru import gru
-
-    return gru(VOCABULARY)
-
-
 _gpt2 = partial(Case, factory=_Language, classes=GPT2_VOCABULARY, vocabulary=GPT2_VOCABULARY, next_token=True)
 GPU_CASES: dict[str, Case] = {
     "mnist_cnn": Case("MNIST CNN", 2000, (1, 28, 28), mnist_cnn, 10),
     "resnet20_gn": Case("ResNet-20 GroupNorm", 1000, (3, 32, 32), resnet20_gn, 10),
     "wrn_16_4": Case("WRN-16-4 GroupNorm", 512, (3, 32, 32), _wrn_16_4, 10),
-    "vit_small": Case("ViT-small, 224²", 128, (3, 224, 224), _vit, 1000),
+    "vit_small": Case("ViT-small, 224²", 128, (3, 224, 224), partial(vit_small, 224, classes=1000), 1000),
     "gpt2_128": _gpt2("GPT-2 small, 128 tokens", 32, (128,)),
     "gpt2_1024": _gpt2("GPT-2 small, 1024 tokens", 8, (1024,)),
-    "gru": Case("GRU, 256 tokens", 2000, (256,), _gru, 2, VOCABULARY),
+    "gru": Case("GRU, 256 tokens", 2000, (256,), partial(gru, VOCABULARY), 2, VOCABULARY),
 }

@@ -100,7 +100,8 @@ def _recorded(take: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(recording):
         take()
 
-    def replay(reads: Callable[[], None] = take) -> None:  # the graph reads the batch, and does not keep it
+    # the graph reads the batch and the model where they lie, and keeps neither: the default holds on to both
+    def replay(reads: Callable[[], None] = take) -> None:
         recording.replay()
 
     return replay
@@ -262,7 +263,7 @@ def opacus_ghost(case: Case) -> Step:
 
     def take() -> None:
         optimizer.zero_grad()
-        with torch.autocast(case.device.split(":")[0], torch.bfloat16, enabled=case.narrow):
+        with case.precision():
             loss = criterion(model(inputs), labels)
         loss.backward()
         optimizer.step()

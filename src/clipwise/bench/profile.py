@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from clipwise.bench.cases import CASES, GPU_CASES
+from clipwise.bench.cases import CASES, GPU_CASES, on_gpu
 from clipwise.records import Capture, SampleGradients
 from clipwise.records.timing import timed
 
@@ -36,7 +36,7 @@ def slowest(gradients: SampleGradients, most: int = 10) -> list[Layer]:
 
 def slowest_of(row: str, device: str = "cpu", batch: int | None = None) -> list[Layer]:
     """The same for a row of the bench; on CUDA in bfloat16."""
-    on_cuda = device.split(":")[0] == "cuda"
-    case = replace((GPU_CASES if on_cuda else CASES)[row], device=device, narrow=on_cuda)
+    gpu = on_gpu(device)
+    case = replace((GPU_CASES if gpu else CASES)[row], device=device, narrow=gpu)
     case = case if batch is None else replace(case, batch=batch)
     return slowest(Capture(case.model(), case.losses)(case.data()))

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from clipwise.bench.cases import CASES, GPU_CASES, Case
+from clipwise.bench.cases import CASES, GPU_CASES, Case, on_gpu
 from clipwise.bench.columns import COLUMNS, GPU_COLUMNS, LOOKS, METHOD, ON_REQUEST, Step, builder
 from clipwise.bench.memory import peak_megabytes
 from clipwise.bench.table import IN_A_ROW, Cell, Row, Table, lines
@@ -56,12 +56,12 @@ def bench(
     *Edge cases*: a peer that is not installed or fails on a model leaves a cell with the reason, and the rest goes on.
     """
     whole("rounds", rounds)
-    on_cuda = device.split(":")[0] == "cuda"
-    if on_cuda and not torch.cuda.is_available():
+    gpu = on_gpu(device)
+    if gpu and not torch.cuda.is_available():
         raise InputError(f"expected a device that torch sees, got {device}: write --device cpu")
-    if compile and not on_cuda:
+    if compile and not gpu:
         raise InputError(f"compile is for methods' steps on a GPU, got device {device}: write --device cuda")
-    known, table = (GPU_CASES, GPU_COLUMNS) if on_cuda else (CASES, COLUMNS)
+    known, table = (GPU_CASES, GPU_COLUMNS) if gpu else (CASES, COLUMNS)
     named = [one_of("row", row, known) for row in (known if rows is None else rows)]
     if columns is None:
         columns = [] if methods or diagnostics else [column for column in table if column not in ON_REQUEST]
@@ -75,7 +75,7 @@ def bench(
         cases = {row: replace(case, batch=whole("batch", batch)) for row, case in cases.items()}
     made = []
     for row, case in cases.items():
-        for precision in [one_of("precision", p, PRECISIONS) for p in precisions] if on_cuda else ["float32"]:
+        for precision in [one_of("precision", p, PRECISIONS) for p in precisions] if gpu else ["float32"]:
             with _products(precision):
                 exact = replace(case, narrow=precision == "bf16")
                 measured = _row(row, exact, used, rounds, memory, progress, precision)
@@ -91,7 +91,7 @@ def bench(
         rounds=rounds,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        machine=torch.cuda.get_device_name(device) if on_cuda else f"{platform.system()} {platform.machine()}",
+        machine=torch.cuda.get_device_name(device) if gpu else f"{platform.system()} {platform.machine()}",
         device=device,
         compile=compile,
     )
@@ -119,20 +119,20 @@ def _row(
     progress: Callable[[str], None],
     precision: str,
 ) -> Row:
-    on_cuda = case.device != "cpu"
+    gpu = on_gpu(case.device)
     torch.compiler.reset()  # after eight recompilations of a line of code torch goes on without a compiler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn about their own insides
         steps, taken, missing = _warmed_up(case, columns, progress, precision)
         progress(f"{case.title}, {precision}: timing {rounds} rounds")
-        wait, in_a_row = (torch.cuda.synchronize, IN_A_ROW) if on_cuda else (lambda: None, 1)
+        wait, in_a_row = (torch.cuda.synchronize, IN_A_ROW) if gpu else (lambda: None, 1)
         times, failed = _times(steps, rounds, wait, in_a_row)
         missing |= failed
     steps.clear()  # their memory is not needed while other processes are measured
     cells: list[Cell] = []
     for column in columns:
         megabytes = None
-        if memory and on_cuda:
+        if memory and gpu:
             megabytes = taken.get(column)
         elif memory and column not in missing:
             progress(f"{case.title}: memory of {column}")
@@ -155,15 +155,15 @@ def _warmed_up(
     steps: dict[str, Step] = {}
     taken: dict[str, float] = {}
     missing: dict[str, str] = {}
-    on_cuda = case.device != "cpu"
+    gpu = on_gpu(case.device)
     for column, build in columns.items():
         progress(f"{case.title}, {precision}: warming up {column}")
         try:
-            before = _device_megabytes() if on_cuda else 0.0
+            before = _device_megabytes() if gpu else 0.0
             step = build(case)
             for _ in range(step.warm_up):
                 step()
-            if on_cuda:
+            if gpu:
                 taken[column] = _device_megabytes() - before + _device_transient(step)
             steps[column] = step
         except Exception as error:  # whatever a peer raises belongs in its cell

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from clipwise.bench.cases import on_gpu
 from clipwise.bench.columns import LOOK, LOOKS, METHOD, ORDINARY
 from clipwise.bench.targets import EVERY
 
@@ -97,9 +98,9 @@ def _compared(cell: Cell, reference: Cell) -> Cell:
 def as_text(table: Table) -> str:
     """The table for a terminal or a Markdown page, with what the numbers mean above and the missing cells below."""
     where = (
-        f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
-        if table.device == "cpu"
-        else f"on {table.machine}: median of {table.rounds} rounds of {IN_A_ROW} steps"
+        f"on {table.machine}: median of {table.rounds} rounds of {IN_A_ROW} steps"
+        if on_gpu(table.device)
+        else f"on the CPU: median of {table.rounds} rounds, {table.threads} threads"
     )
     lines = [f"One training step {where}, torch {table.torch}."]
     for kind in KINDS:
@@ -145,7 +146,7 @@ def _meaning(kind: str, table: Table) -> str:
             f"\nMethods as make_private runs them, {'' if table.compile else 'not '}compiled. "
             f"flat: milliseconds{memory}; the others: times as much, beside the most that it should be."
         )
-    if table.device == "cpu":
+    if not on_gpu(table.device):
         return f"plain: milliseconds{memory} of the step without privacy; other columns: times as much as plain."
     peak = "; peak gigabytes" if measured else ""
     return f"Milliseconds; times as much as the fastest ordinary step (plain … channels_last){peak}."
@@ -157,14 +158,14 @@ def lines(row: Row, device: str) -> list[str]:
 
 
 def _line(row: Row, kind: str, device: str) -> str:
-    title = row.title if device == "cpu" else f"{row.title}, {row.precision}"
+    title = f"{row.title}, {row.precision}" if on_gpu(device) else row.title
     return f"| {title} [{row.batch}] | " + " | ".join(_words(cell, kind, device) for cell in _part(row, kind)) + " |"
 
 
 def _words(cell: Cell, kind: str, device: str) -> str:
     if cell.milliseconds is None or cell.ratio is None:
         return "–"
-    if not kind and device != "cpu":
+    if not kind and on_gpu(device):
         memory = f", {cell.megabytes / 1024:.2f}" if cell.megabytes is not None else ""
         return f"{cell.milliseconds:.2f} ({cell.ratio:.2f}×{memory})"
     if cell.column in ("plain", FLAT):  # what the others are compared with

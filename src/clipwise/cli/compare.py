@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
+from clipwise.cli.parts import evaluation_samples, resolved, splits_for, use_threads
 from clipwise.cli.runs import new_folder, run_one, warn_of, without_privacy
 from clipwise.cli.screen import Bar, quality, rendered
-from clipwise.cli.stopping import again, begun, resumed
+from clipwise.cli.stopping import begun, resume_command, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
 from clipwise.plain import as_json, rounded_up
@@ -85,8 +85,8 @@ def run(config: CompareConfig) -> str:
     if not private:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
     try:
-        plans = [(text, resolved(_plan(config, text))) for text in private]
-        ordinary = [(text, resolved(_plan(config, text))) for text in plain]
+        plans = [(text, resolved(_settings_of(config, text))) for text in private]
+        ordinary = [(text, resolved(_settings_of(config, text))) for text in plain]
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
         hint = "; training without privacy is written 'no privacy'" if "privacy" in str(error).lower() else hint
@@ -114,7 +114,7 @@ def run(config: CompareConfig) -> str:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows], "no_privacy": without}
         return as_json(values, indent=None if config.json_lines else 2)
-    samples = " or ".join(map(str, sorted({evaluated(plan, splits) for _, plan in plans})))
+    samples = " or ".join(map(str, sorted({evaluation_samples(plan, splits) for _, plan in plans})))
     return "" if config.quiet else _table(rows, without, found, together, config.delta, samples, page)
 
 
@@ -133,11 +133,16 @@ def _made(
             start = time.monotonic()
             bar.begin(f"{text:<{max(map(len, config.methods))}}")
             going = replace(plan, resume=str(place)) if (place / CHECKPOINT).is_file() else plan
-            finished = run_one(going, splits, place, bar, beside=chosen, command=again(config, folder))
+            finished = run_one(going, splits, place, bar, beside=chosen, command=resume_command(config, folder))
             times[place] = seconds = time.monotonic() - start
-            if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: {' '.join(quality(finished.metrics[-1]))}, {seconds:.1f} s", file=sys.stderr)
+            _tell(config, text, finished.metrics[-1], seconds)
     return times
+
+
+def _tell(config: CompareConfig, text: str, row: Mapping[str, Any], seconds: float) -> None:
+    """One line for what was trained just now, where no terminal shows the bar."""
+    if not config.quiet and not sys.stderr.isatty():
+        print(f"{text}: {' '.join(quality(row))}, {seconds:.1f} s", file=sys.stderr)
 
 
 def _without(
@@ -158,8 +163,7 @@ def _without(
             }
             found.append(row)
             write(folder / WITHOUT, "".join(as_json(each, indent=None) for each in found))
-            if not config.quiet and not sys.stderr.isatty():
-                print(f"{text}: {' '.join(quality(row))}, {row['seconds']:.1f} s", file=sys.stderr)
+            _tell(config, text, row, row["seconds"])
     return found
 
 
@@ -188,7 +192,7 @@ def _apart(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in texts if text not in plain], plain
 
 
-def _plan(config: CompareConfig, text: str) -> TrainConfig:
+def _settings_of(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``; no privacy has no method."""
     shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")

@@ -179,7 +179,7 @@ def _public(config: TrainConfig, splits: Splits) -> tuple[Tensor | None, Splits]
     return inputs, replace(splits, test=splits.test.take(torch.arange(config.public, len(splits.test))))
 
 
-def evaluated(config: TrainConfig, splits: Splits) -> int:
+def evaluation_samples(config: TrainConfig, splits: Splits) -> int:
     """How many samples measure a run: none that it takes as public."""
     return len(_public(config, splits)[1].test)
 

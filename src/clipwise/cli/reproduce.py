@@ -6,6 +6,7 @@ Gives: for each experiment a folder with results.json, a plot and the runs; a ta
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -35,7 +36,7 @@ from clipwise.cli.parts import (
 )
 from clipwise.cli.runs import new_folder, run_one
 from clipwise.cli.screen import Bar, rendered
-from clipwise.cli.stopping import again, begun, resumed
+from clipwise.cli.stopping import begun, resume_command, resumed
 from clipwise.config import ReproduceConfig, TrainConfig, checked, made, to_toml
 from clipwise.data import Arrays, Splits
 from clipwise.data.source import parsed
@@ -65,19 +66,7 @@ Curves = dict[str, Curve]
 def run(config: ReproduceConfig) -> str:
     """List the experiments, or make them one after another."""
     if config.list:
-        titles = known()
-        if config.json:
-            return as_json(titles)
-        table = Table(box=None, pad_edge=False, show_header=False)
-        shown = set()
-        for name, title in titles.items():
-            paper = name.partition("/")[0]
-            if paper not in shown:
-                of = PAPERS[paper]
-                table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
-            shown.add(paper)
-            table.add_row(f"  {name}", Text(f"{title} [{_read_by(read(name, config.scale))}]"))
-        return rendered(table)
+        return _listed(config)
     if config.resume is not None:
         config = resumed(config, config.resume)
     if not config.experiments:
@@ -91,6 +80,20 @@ def run(config: ReproduceConfig) -> str:
         found = [values for values, _ in answers]
         return as_json(found[0] if len(found) == 1 else found)
     return "" if config.quiet else "\n".join(text for _, text in answers)
+
+
+def _listed(config: ReproduceConfig) -> str:
+    """The experiments by their papers, with the data that each reads."""
+    titles = known()
+    if config.json:
+        return as_json(titles)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for paper, names in itertools.groupby(titles, lambda name: name.partition("/")[0]):
+        of = PAPERS[paper]
+        table.add_row(paper, Text(f"{of.authors.partition(',')[0]} et al. {of.year}: {of.title}", style="bold"))
+        for name in names:
+            table.add_row(f"  {name}", Text(f"{titles[name]} [{_read_by(read(name, config.scale))}]"))
+    return rendered(table)
 
 
 def _read_by(experiment: Experiment) -> str:
@@ -108,7 +111,7 @@ def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tupl
     short = experiment.name.removesuffix(".toml").replace("/", "-").strip("-.")
     study = _Study(config, experiment)
     for one in runs:  # what is wrong with the last run is said before the first takes hours
-        plan = study.plan(one, 0)
+        plan = study.settings_of(one, 0)
         methods.parse(plan.method)
         if not (experiment.problem or experiment.weights):
             study.splits(plan)
@@ -164,7 +167,7 @@ class _Study:
     def once(self, one: Planned, number: int, seed: int, bar: Bar) -> tuple[dict[str, float], Curves, float]:
         """One run: its final numbers, its curves and its seconds; what was finished before is read."""
         kept = self.folder / f"{number}-{seed}.json"
-        settings = to_toml(self.plan(one, seed))
+        settings = to_toml(self.settings_of(one, seed))
         if kept.is_file():
             found = _numbers(json.loads(text_in(kept)))
             if found["settings"] != settings:
@@ -184,7 +187,7 @@ class _Study:
         if self.experiment.weights:
             final, curve = measures.weights(methods.parse(str(one.settings["method"])))
             return final, {"weights": curve}
-        plan = self.plan(one, seed)
+        plan = self.settings_of(one, seed)
         if self.experiment.problem is not None:
             return self._posed(plan)
         splits = self.splits(plan)
@@ -205,12 +208,12 @@ class _Study:
         plan = resolved(plan)
         if (place / CHECKPOINT).is_file():
             plan = replace(plan, resume=str(place))
-        done = run_one(plan, splits, place, bar, look, command=again(self.config, self.folder))
+        done = run_one(plan, splits, place, bar, look, command=resume_command(self.config, self.folder))
         steps: Curve = [dict(measured) | rows.get(measured["step"], {}) for measured in done.metrics]
         final, curves = self._end(done.model, splits)
         return summary(steps, final), {"steps": steps, **curves}
 
-    def plan(self, one: Planned, seed: int) -> TrainConfig:
+    def settings_of(self, one: Planned, seed: int) -> TrainConfig:
         """The run's settings, with what the command line says about where it runs."""
         given = checked(TrainConfig, one.settings, f"the run {one.name!r} of {self.experiment.name}")
         budget = {"epsilon", "noise_multiplier"} & {*given, *self.changed}
@@ -247,7 +250,8 @@ class _Study:
         if "gradients" in self.experiment.measures:
             with torch.random.fork_rng(devices=[]):
                 few = on_device(splits.train.rows(keys), device_of(model))
-                row |= measures.gradients(engine, few, method, measures.named(self.experiment.compare))
+                compare = {label: methods.parse(text) for label, text in self.experiment.compare.items()}
+                row |= measures.gradients(engine, few, method, compare)
         return row
 
     def _end(self, model: nn.Module, splits: Splits) -> tuple[dict[str, float], Curves]:
@@ -394,10 +398,9 @@ def _values(study: _Study, results: list[Result], seeds: int, plots: tuple[Path,
 def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> str:
     experiment = study.experiment
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    planned = {run.name: run for run in experiment.runs}
     table.add_column("run")
     # of other data or another network than the paper's, a difference would say nothing, and names may mislead
-    names = {result.name for result in results}
-    data = {run.name: re.split("[:?]", study.plan(run, 0).data)[0] for run in experiment.runs if run.name in names}
     if experiment.reduced:
         table.add_column("data")
     table.add_column("quantity", no_wrap=True)
@@ -410,7 +413,8 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
             _with_spread(line.quantity, line.paper, line.paper_spread),
             formatted(line.quantity, line.difference, signed=True),
         ]
-        first = [Text("" if line.run == before else name) for name in (line.run, data[line.run])]
+        data = re.split("[:?]", study.settings_of(planned[line.run], 0).data)[0]
+        first = [Text("" if line.run == before else name) for name in (line.run, data)]
         table.add_row(*first[: 1 + experiment.reduced], line.quantity, *cells[: 2 if experiment.reduced else 3])
         before = line.run
     for result in results:

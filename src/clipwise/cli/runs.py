@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from clipwise import methods, training
 from clipwise.cli.parts import loss_of, measured_every, network, optimizer_of, scheduler_of, spent_before, steps_of
 from clipwise.cli.screen import Bar
-from clipwise.cli.stopping import again, patient, resumable
+from clipwise.cli.stopping import patient, resumable, resume_command
 from clipwise.config import TrainConfig, to_toml
 from clipwise.data import Splits
 from clipwise.diagnostics import Monitor, calibration, predicted
@@ -89,7 +89,7 @@ def run_one(
     apart = every if beside else every * -(-LOOKS_APART // every)
     with patient(bar) as heard:
         progress = _Progress(bar, heard, None if at_measurement is None else partial(at_measurement, model))
-        with resumable(folder, lambda: progress.done, steps, command or again(config, folder)):
+        with resumable(folder, lambda: progress.done, steps, command or resume_command(config, folder)):
             finished = training.train(
                 model,
                 loss_of(splits, config.precision),

@@ -2,8 +2,7 @@
 
 Receives: a run's, a comparison's or an experiment's folder, and what the command says now.
 Gives: patient, which hears Ctrl-C and waits for the step's end; resumable, which says how to go on after whatever
-stopped the run; begun, the same for several runs; again, the command for that; resumed, the settings that it goes on
-with.
+stopped the run; begun, the same for several runs; resume_command; resumed, the settings that it goes on with.
 """
 
 from __future__ import annotations
@@ -87,11 +86,11 @@ def begun(config: CompareConfig | ReproduceConfig, folder: Path) -> Iterator[Non
             (folder / SETTINGS).unlink()
             folder.rmdir()
         elif isinstance(error, KeyboardInterrupt):
-            raise Stopped(f"stopped; finished runs are kept: write {again(config, folder)}") from None
+            raise Stopped(f"stopped; finished runs are kept: write {resume_command(config, folder)}") from None
         raise
 
 
-def again(config: Training | ReproduceConfig, folder: Path) -> str:
+def resume_command(config: Training | ReproduceConfig, folder: Path) -> str:
     """The command that goes on with what is in this folder, where it is now: its settings do not say where."""
     words = ["clipwise", COMMANDS[type(config)], "--resume", str(folder)]
     words += ["--device", config.device] if config.device != "cpu" else []

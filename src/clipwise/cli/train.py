@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clipwise import methods
-from clipwise.cli.parts import evaluated, resolved, splits_for, use_threads
+from clipwise.cli.parts import evaluation_samples, resolved, splits_for, use_threads
 from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import resumed
@@ -44,7 +44,7 @@ def run(config: TrainConfig) -> str:
     if config.json or config.json_lines:
         indent = None if config.json_lines else 2
         return as_json(_values(config, finished, time.monotonic() - start), indent)
-    return "" if config.quiet else _summary(finished, evaluated(config, splits), time.monotonic() - start)
+    return "" if config.quiet else _summary(finished, evaluation_samples(config, splits), time.monotonic() - start)
 
 
 def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, object]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.records import SampleGradients, planner
+from clipwise.records import SampleGradients, forms
 from clipwise.records.kinds import Convolution, Dense, Indexed, Outer, Record
 from clipwise.types import Gradient
 
@@ -28,7 +28,7 @@ class Products:
 def products(gradients: SampleGradients, weights: Mapping[str, Tensor], direction: Gradient) -> Products:
     """The products of all weightings' sums, which are never there for more than one parameter at a time.
 
-    Guarantees: what is written out of a record is at most ``planner.STREAM_FLOATS`` at a time. Sums of one record are
+    Guarantees: what is written out of a record is at most ``forms.STREAM_FLOATS`` at a time. Sums of one record are
     taken in its own format, everything after that in float64.
     """
     found = {}
@@ -58,7 +58,7 @@ def _add(record: Record, weights: Tensor, u: Tensor, sums: Tensor) -> Tensor:
     if isinstance(record, Dense):
         return _add_written(record.dense(), weights, u, sums)
     if isinstance(record, (Outer, Convolution)) and _writes(record, len(weights)):
-        step = max(1, planner.stream_floats(cuda=False) // max(1, record.form.written_floats))
+        step = max(1, forms.stream_floats(cuda=False) // max(1, record.form.written_floats))
         parts = []
         for start in range(0, record.samples, step):
             own = slice(start, start + step)
@@ -84,4 +84,4 @@ def _writes(record: Outer | Convolution, weightings: int) -> bool:
     if (record.a if isinstance(record, Outer) else record.x).is_cuda:
         return False
     form, slow, reads = record.form, 2 if isinstance(record, Convolution) else 1, weightings + 1
-    return slow * form.written_cost + (planner.TRAFFIC + reads) * form.written_floats < reads * form.written_cost
+    return slow * form.written_cost + (forms.TRAFFIC + reads) * form.written_floats < reads * form.written_cost

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from clipwise import methods
 from clipwise.audit import logistic_attack
 from clipwise.data import Arrays
 from clipwise.diagnostics import calibration, independence, measure, predicted
@@ -93,8 +92,3 @@ def weights(method: Method) -> tuple[dict[str, float], Curve]:
         "weight_of_large": float(found[-1] * norms[-1]),  # ω(n) n: what is left of a large gradient
     }
     return values, [{"norm": n, "weight": w} for n, w in zip(norms.tolist(), found.tolist(), strict=True)]
-
-
-def named(texts: Mapping[str, str]) -> dict[str, Method]:
-    """Methods by their labels."""
-    return {label: methods.parse(text) for label, text in texts.items()}

@@ -4,7 +4,7 @@ Receives: a model, a loss that gives one value per sample, and a batch.
 Gives: SampleGradients, from one forward and one backward pass; and the slow oracle with the same interface.
 
 To read in this order: capture (the two passes), follow (how a model is watched), tape (taps and what they become),
-layers and composites (each operation), kinds (the records), gradients (their algebra), planner (the cheapest form);
+layers and composites (each operation), kinds (the records), gradients (their algebra), forms (of a norm, the cheapest);
 trees (tensors in lists and mappings) is what they all use.
 """
 

@@ -59,7 +59,7 @@ def refuse_modules(model: nn.Module) -> None:
             )
 
 
-def self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
+def check_samples(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Check on a few samples that they do not touch each other, and that norms and sums are those of each alone.
 
     Guarantees: the model is left as it was, its random generators included. Edge cases: products are in float32 while
@@ -67,10 +67,10 @@ def self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """
     refuse_modules(model)
     with forbidden(), restored(model):
-        _self_test(model, loss, batch)
+        _check_samples(model, loss, batch)
 
 
-def _self_test(model: nn.Module, loss: Loss, batch: Batch) -> None:
+def _check_samples(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if batch_size(batch) == 1:
         batch = mapped(batch, lambda t: torch.cat([t, t]) if t.dim() else t)
     _repeatable(model, loss, batch)
@@ -349,7 +349,7 @@ def exchanged(rows: Tensor) -> Tensor:
     if not rows.is_floating_point():
         return rows.roll(1, 0)
     low, high = rows.amin(0), rows.amax(0)
-    return (low + high - rows).clamp(low, high)  # else rounding may lead beyond them
+    return (low + high - rows).clamp(low, high)  # rounding may lead beyond them
 
 
 @contextmanager

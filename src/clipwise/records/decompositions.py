@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipwise.records.kinds import wide
 from clipwise.records.tf32 import allowed
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ def group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x̂ ⊙ w + bias, and the mean and 1/deviation of each group, [sample, group]."""
-    x = _wide(input)
+    x = wide(input)
     grouped = x.reshape(samples, groups, channels // groups, positions)
     variance, mean = torch.var_mean(grouped, (2, 3), correction=0, keepdim=True)
     rate = torch.rsqrt(variance + eps)
@@ -57,9 +58,9 @@ def group_norm(
         out = _normal(x, mean, rate, channels)
     else:  # x p + s with numbers p and s of each channel, [sample, channel]
         scale = _each(rate, x, channels)
-        scale = scale if weight is None else scale * _over(_wide(weight), x)
+        scale = scale if weight is None else scale * _over(wide(weight), x)
         shift = -_each(mean, x, channels) * scale
-        out = x * scale + (shift if bias is None else shift + _over(_wide(bias), x))
+        out = x * scale + (shift if bias is None else shift + _over(wide(bias), x))
     return out.to(input.dtype), mean.squeeze((2, 3)), rate.squeeze((2, 3))
 
 
@@ -76,14 +77,14 @@ def group_norm_backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """∂x = r (w b − mean(w b) − x̂ mean(w b x̂)), the means over a group; and the gradients of scale and shift."""
-    b, x = _wide(gradient), _wide(input)
+    b, x = wide(gradient), wide(input)
     mean, rate = (t.reshape(samples, groups, 1, 1) for t in (mean, rate))
     along, total = (  # as ``normalisations._channels`` adds up what a channel has: [sample, channel]
         t.reshape(samples, 1, channels, positions).sum((1, 3)) for t in (b * _normal(x, mean, rate, channels), b)
     )
     found: Tensor | None = None
     if wanted[0]:
-        scale = b.new_ones(channels) if weight is None else _wide(weight)
+        scale = b.new_ones(channels) if weight is None else wide(weight)
         size = channels // groups * positions
         back, away = (
             (t * scale).reshape(samples, groups, channels // groups, 1).sum(2, keepdim=True) / size
@@ -174,7 +175,3 @@ def _each(of_groups: Tensor, like: Tensor, channels: int) -> Tensor:
 
 def _over(of_channels: Tensor, like: Tensor) -> Tensor:
     return of_channels.reshape(1, -1, *(1,) * (like.dim() - 2))
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kinds import Convolution, Dense, Indexed, Outer, Record, joined, wide, widened
 
 
@@ -132,7 +132,7 @@ def ready(records: tuple[Record, ...]) -> tuple[Record, ...]:
     spare = len(outers) + sum(isinstance(r, Indexed) for r in records) == len(records)
     if spare and len(outers) == len(records):
         pairs, p, q = sum(r.a.shape[2] for r in outers), outers[0].a.shape[3], outers[0].b.shape[3]
-        spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + planner.TRAFFIC) * p * q
+        spare = 2 * pairs**2 * (p + q) <= 1.25 * (pairs + forms.TRAFFIC) * p * q
     if spare or (len(records) == 1 and isinstance(records[0], Dense)):
         return records
     dense = [r.dense() for r in records]

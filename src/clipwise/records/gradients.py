@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from clipwise.records.forms import Form
 from clipwise.records.kinds import Dense, Record, beside, cross, full_precision, joined, sq_norms, totals, wide
-from clipwise.records.planner import Form
 from clipwise.records.tape import Site
 from clipwise.records.timing import timed
 from clipwise.types import Gradient, InputError

@@ -19,7 +19,7 @@ from clipwise.types import InputError
 
 INDUCTOR = {
     "comprehensive_padding": False,  # padded rows that are also outputs gave wrong numbers, or none (torch 2.11)
-    # else a norm may be taken of numbers before they are rounded to half precision, and the sum of them afterwards
+    # without it a norm may be taken of numbers before they are rounded to half precision, and the sum afterwards
     "emulate_precision_casts": True,
     # such casts count as work: with the usual 30, every normalised input would be written in float32 to be read once
     "realize_opcount_threshold": 100,

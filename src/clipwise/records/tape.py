@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.displacement import Own, cut, dual_dense
 from clipwise.records.kinds import Dense, Indexed, Record
 from clipwise.types import InputError
@@ -89,7 +89,7 @@ class Site:
 
     parameters: tuple[str, ...]
     operation: str
-    form: planner.Form | None  # None: the per-sample gradient falls out of the backward pass
+    form: forms.Form | None  # None: the per-sample gradient falls out of the backward pass
     fallback: bool = False
 
     @property
@@ -160,13 +160,11 @@ class Tape:
         self.wants.append((source, finish))
         return tensor
 
-    def writes(self, form: planner.Form, source: Source) -> bool:
+    def writes(self, form: forms.Form, source: Source) -> bool:
         """Whether a product's gradient is written out at once; with derivatives the pair is kept, being bilinear."""
         return not self.dual and (form.name == "written" or source.name is None)
 
-    def site(
-        self, sources: Sequence[Source], operation: str, form: planner.Form | None, fallback: bool = False
-    ) -> None:
+    def site(self, sources: Sequence[Source], operation: str, form: forms.Form | None, fallback: bool = False) -> None:
         """Note a place for ``explain()``."""
         names = tuple(sorted({name for source in sources for name in source.names}))
         self.sites.append(Site(names, operation, form, fallback))

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from clipwise.records.forms import CUDA_STREAM_FLOATS, Form, Name
 from clipwise.records.kernels.tiles import like_random, milliseconds
 from clipwise.records.kinds.dense import Dense
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.record import Record
-from clipwise.records.planner import CUDA_STREAM_FLOATS, Form, Name
 
 DEVICES = ("cuda",)  # a CPU keeps to counting, which takes no time and is the same in every process
 # Samples of a pass that may be tuned in. Scouting has 2 or 3 and the self-test 4, which need no speed; the smaller of

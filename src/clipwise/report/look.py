@@ -70,9 +70,8 @@ figcaption p{color:var(--soft);font-size:14px;line-height:1.45;margin:0 0 12px;m
 .many .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(200px,1fr));gap:18px 22px}
 .chart{display:block;width:100%;max-width:560px;height:auto;overflow:visible;font-size:12px}
 .chart+.chart{margin-top:6px}
-.many .chart{font-size:12px;margin:0;max-width:290px}
+.many .chart{margin:0;max-width:290px}
 .chart text{fill:var(--soft)}
-.chart .head{fill:var(--soft)}
 .many .chart .head,.chart .name{fill:var(--ink)}
 .many .chart .head{font-weight:600}
 .chart .end{text-anchor:end}.chart .mid{text-anchor:middle}
@@ -124,7 +123,6 @@ h1{font-size:24px;margin-right:0}
 figure{padding:14px 14px 10px}
 .chart{font-size:14px}
 .many .charts{grid-template-columns:1fr 1fr;gap:14px 12px}
-.many .chart{font-size:14px}
 th,td{padding:8px 10px}
 #runs th:first-child{position:sticky;left:0;background:var(--card)}
 #runs tbody th small,#runs thead small{display:none}

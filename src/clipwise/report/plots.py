@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clipwise.report.figures import Axis, Band, Bars, Figure, Line, Mark, Rank, Rule
+from clipwise.report.figures import Axis, Band, Bars, Figure, Line, Mark, Rank
 from clipwise.report.look import HUES
 
 PLAIN = "#9a9993"
@@ -75,11 +75,7 @@ def _mark(ax: Any, mark: Mark) -> None:
         colours = [(_colour(mark.colour), each) for each in strength]
         ax.bar(mark.edges[:-1], mark.heights, widths, align="edge", color=colours, edgecolor="white")
     else:
-        _rule(ax, mark)
-
-
-def _rule(ax: Any, rule: Rule) -> None:
-    ax.plot(*zip(rule.start, rule.end, strict=True), color="#52514e", linestyle="--", linewidth=0.9)
+        ax.plot(*zip(mark.start, mark.end, strict=True), color="#52514e", linestyle="--", linewidth=0.9)
 
 
 def _axis(ax: Any, which: str, axis: Axis) -> None:

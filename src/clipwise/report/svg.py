@@ -42,6 +42,7 @@ class _Canvas:
 
     def __init__(self, panel: Panel, width: int, height: int, labelled: bool) -> None:
         self.panel, self.width, self.height = panel, width, height
+        self.heading = panel.title or panel.y.label
         self.lines = [mark for mark in panel.marks if isinstance(mark, Line)]
         self.labelled = labelled and bool(self.lines)
         self.x = _spanned(panel.x, [v for mark in panel.marks for v in _xs(mark)])
@@ -50,7 +51,7 @@ class _Canvas:
         named = max((len(_short(line.name)) for line in self.lines), default=0) if self.labelled else 0
         self.right = width - (22 + LETTER * named if named else 12)
         self.left = 14 + LETTER * max(len(formatted(t, self.y)) for t in self.y_ticks) if self.y_ticks else 20
-        self.top, self.bottom = (32.0 if panel.title or panel.y.label else 10.0), height - 42.0
+        self.top, self.bottom = (32.0 if self.heading else 10.0), height - 42.0
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Where a point is."""
@@ -61,8 +62,7 @@ class _Canvas:
         )
 
     def drawn(self, about: str) -> str:
-        title = self.panel.title or self.panel.y.label
-        label = escape(about or title, quote=True)
+        label = escape(about or self.heading, quote=True)
         parts = [
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{label}" class="chart">',
             *self._axes(),
@@ -73,27 +73,20 @@ class _Canvas:
         return "".join(parts)
 
     def _axes(self) -> Iterator[str]:
-        heading = self.panel.title or self.panel.y.label
-        if heading:
-            fitting = _short(heading, int(self.width / LETTER))
+        if self.heading:
+            fitting = _short(self.heading, int(self.width / LETTER))
             yield f'<text x="{0 if self.panel.title else 2}" y="13" class="head">{escape(fitting)}</text>'
         for tick in self.y_ticks:
-            _, y = self.at(self._first(), tick)
+            _, y = self.at(self.x.low or 0.0, tick)
             yield f'<line x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{y}" y2="{y}" class="grid"/>'
             yield f'<text x="{self.left - 7:.1f}" y="{y + 4.5:.1f}" class="tick end">{formatted(tick, self.y)}</text>'
         base = self.bottom
         yield f'<line x1="{self.left:.1f}" x2="{self.right:.1f}" y1="{base}" y2="{base}" class="axis"/>'
         for tick in self.x_ticks:
-            x, _ = self.at(tick, self._low_y())
+            x, _ = self.at(tick, self.y.low or 0.0)
             yield f'<text x="{x}" y="{base + 18}" class="tick mid">{formatted(tick, self.x)}</text>'
         middle = max((self.left + self.right) / 2, LETTER * len(self.panel.x.label) / 2)
         yield f'<text x="{middle:.1f}" y="{self.height - 6}" class="label mid">{escape(self.panel.x.label)}</text>'
-
-    def _first(self) -> float:
-        return self.x.low if self.x.low is not None else 0.0
-
-    def _low_y(self) -> float:
-        return self.y.low if self.y.low is not None else 0.0
 
     def _mark(self, mark: Mark) -> Iterator[str]:
         if isinstance(mark, Line):
@@ -113,9 +106,9 @@ class _Canvas:
             yield f'{_group(mark.colour)}<polygon points="{path}" fill-opacity="{mark.strength}"/></g>'
         elif isinstance(mark, Bars):
             yield _group(mark.colour)
-            faint = mark.faint or (False,) * len(mark.heights)
+            faint, floor = mark.faint or (False,) * len(mark.heights), self.y.low or 0.0
             for low, high, value, light in zip(mark.edges, mark.edges[1:], mark.heights, faint, strict=False):
-                (x1, y), (x2, _) = self.at(low, max(value, self._low_y())), self.at(high, self._low_y())
+                (x1, y), (x2, _) = self.at(low, max(value, floor)), self.at(high, floor)
                 if value > 0:
                     size = f'width="{max(0.5, x2 - x1 - 1):.1f}" height="{self.bottom - y:.1f}"'
                     yield f'<rect x="{x1 + 0.5:.1f}" y="{y}" {size}{FAINT if light else ""}/>'

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipwise.jit import triton
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kernels.convolution_tiles import (
     Ints,
     Shape,
@@ -42,7 +43,7 @@ def convolution_sq_norm(
     Guarantees: accumulated in float32 or better; float32 operands are never rounded to TF32; no atomics, so within a
     process the same input gives the same bits. Edge cases: float64 gives float64; no samples give an empty result.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
     return _sq_norm(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes)
 
 
@@ -62,8 +63,8 @@ def convolution_dense(
 
     Rounded once, to ``dtype`` or float32 or better. Otherwise guarantees and edge cases of ``convolution_sq_norm``.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
-    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes, dtype or _result_dtype(x))
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
+    v = _dense(*_laid_out(x, b), stride, padding, dilation, kernel, groups, probes, dtype or result_dtype(x))
     return v.permute(0, 1, 4, 2, 3)
 
 
@@ -84,7 +85,7 @@ def convolution_total(
     Otherwise those of ``convolution_sq_norm``. Edge cases: a unit that is not finite spoils the sum even with weight 0,
     as in any other product: mask it first.
     """
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
     if weights.shape != (x.shape[0] // probes,):
         raise InputError(f"weights must be one for each of {x.shape[0] // probes} units, got {tuple(weights.shape)}")
     total = _total(*_laid_out(x, b), weights, stride, padding, dilation, kernel, groups, probes)
@@ -98,10 +99,10 @@ def _laid_out(x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return x.contiguous(memory_format=torch.channels_last), b.contiguous(memory_format=torch.channels_last)
 
 
-def _check(
+def check(
     x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
 ) -> None:
-    # The kernel reads wherever these numbers point: they must describe one convolution.
+    """Refuse numbers that do not describe one convolution: a kernel reads wherever they point."""
     if x.dim() != 4 or b.dim() != 4 or x.shape[0] != b.shape[0] or x.dtype != b.dtype:
         raise InputError(
             "x and b must be [sample, channel, y, x] with as many samples and one dtype, "
@@ -120,15 +121,14 @@ def _check(
             )
 
 
-def _twin_sq_norm(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int = 1
-) -> Tensor:
+def _twin_sq_norm(x: Tensor, b: Tensor, *geometry: Any) -> Tensor:
     """Written out, a few units at a time."""
-    step = probes * max(1, planner.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
-    norms = [x.new_zeros(0, dtype=_result_dtype(x))]
+    shape = Shape.of(x, b, *geometry)
+    step = shape.probes * max(1, forms.STREAM_FLOATS // (shape.outputs * shape.columns))
+    norms = [x.new_zeros(0, dtype=result_dtype(x))]
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
-        v = _twin_dense(x[rows], b[rows], stride, padding, dilation, kernel, groups, probes)
+        v = _twin_dense(x[rows], b[rows], *geometry)
         norms.append(torch.linalg.vector_norm(v.flatten(1), dim=1).square())
     return torch.cat(norms)
 
@@ -145,7 +145,7 @@ def _twin_dense(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """One convolution with a group per unit: its weight gradient is every unit's own. [unit, output, y, x, channel]."""
-    result = dtype or _result_dtype(x)
+    result = dtype or result_dtype(x)
     # On CUDA in float64: cuDNN may round float32 to TF32.
     exactly = torch.float64 if x.is_cuda or x.dtype == torch.float64 else torch.float32
     units, out, channels = x.shape[0] // probes, b.shape[1], x.shape[1] // groups
@@ -162,32 +162,25 @@ def _twin_dense(
     return v.reshape(units, out, channels, *kernel).permute(0, 1, 3, 4, 2).contiguous().to(result)
 
 
-def _twin_total(
-    x: Tensor,
-    b: Tensor,
-    weights: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    kernel: Ints,
-    groups: int,
-    probes: int = 1,
-) -> Tensor:
+def _twin_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor:
     """Σ w_i v_i of the written gradients, a few units at a time. [output, y, x, channel]."""
-    step = max(1, planner.STREAM_FLOATS // (b.shape[1] * x.shape[1] // groups * kernel[0] * kernel[1]))
-    total = x.new_zeros(b.shape[1], *kernel, x.shape[1] // groups, dtype=_result_dtype(x))
+    shape = Shape.of(x, b, *geometry)
+    step = max(1, forms.STREAM_FLOATS // (shape.outputs * shape.columns))
+    total = x.new_zeros(shape.gradient, dtype=result_dtype(x))
     for start in range(0, len(weights), step):
-        rows = slice(start * probes, (start + step) * probes)
-        v = _twin_dense(x[rows], b[rows], stride, padding, dilation, kernel, groups, probes)
+        rows = slice(start * shape.probes, (start + step) * shape.probes)
+        v = _twin_dense(x[rows], b[rows], *geometry)
         w = weights[start : start + step].to(v.dtype)
         total += torch.tensordot(w, v, 1)
     return total
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The format of what is summed: float32, or float64 where x is."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+# what the functions that make these operators call ``geometry``
 _GEOMETRY = "int[] stride, int[] padding, int[] dilation, int[] kernel, int groups, int probes"
 _sq_norm = torch.library.custom_op(
     "clipwise::convolution_sq_norm",
@@ -210,40 +203,20 @@ _total = torch.library.custom_op(
 
 
 @_sq_norm.register_fake
-def _fake_sq_norm(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
-) -> Tensor:
-    return x.new_empty(x.shape[0] // probes, dtype=_result_dtype(x))
+def _fake_sq_norm(x: Tensor, b: Tensor, *geometry: Any) -> Tensor:
+    return x.new_empty(x.shape[0] // Shape.of(x, b, *geometry).probes, dtype=result_dtype(x))
 
 
 @_dense.register_fake
-def _fake_dense(
-    x: Tensor,
-    b: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    kernel: Ints,
-    groups: int,
-    probes: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty(x.shape[0] // probes, b.shape[1], *kernel, x.shape[1] // groups, dtype=dtype)
+def _fake_dense(x: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    *geometry, dtype = rest
+    shape = Shape.of(x, b, *geometry)
+    return x.new_empty(x.shape[0] // shape.probes, *shape.gradient, dtype=dtype)
 
 
 @_total.register_fake
-def _fake_total(
-    x: Tensor,
-    b: Tensor,
-    weights: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    kernel: Ints,
-    groups: int,
-    probes: int,
-) -> Tensor:
-    return x.new_empty(b.shape[1], *kernel, x.shape[1] // groups, dtype=_result_dtype(x))
+def _fake_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor:
+    return x.new_empty(Shape.of(x, b, *geometry).gradient, dtype=result_dtype(x))
 
 
 def _by_twin(x: Tensor) -> bool:
@@ -253,13 +226,11 @@ def _by_twin(x: Tensor) -> bool:
 
 
 @_sq_norm.register_kernel("cuda")
-def _cuda_sq_norm(
-    x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints, groups: int, probes: int
-) -> Tensor:
+def _cuda_sq_norm(x: Tensor, b: Tensor, *geometry: Any) -> Tensor:
     if _by_twin(x):
-        return _twin_sq_norm(x, b, stride, padding, dilation, kernel, groups, probes)
+        return _twin_sq_norm(x, b, *geometry)
     x, b = _laid_out(x, b)
-    shape = Shape.of(x, b, stride, padding, dilation, kernel, groups, probes)
+    shape = Shape.of(x, b, *geometry)
     tiles = candidates(shape, x.element_size())
     with torch.cuda.device(x.device):
         right = partial(_agrees, x, b, lambda v: v.square().flatten(1).sum(1), launch, shape)
@@ -267,50 +238,31 @@ def _cuda_sq_norm(
 
 
 @_dense.register_kernel("cuda")
-def _cuda_dense(
-    x: Tensor,
-    b: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    kernel: Ints,
-    groups: int,
-    probes: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _cuda_dense(x: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if _by_twin(x):
-        return _twin_dense(x, b, stride, padding, dilation, kernel, groups, probes, dtype)
+        return _twin_dense(x, b, *rest)
+    *geometry, dtype = rest
     x, b = _laid_out(x, b)
-    shape = Shape.of(x, b, stride, padding, dilation, kernel, groups, probes)
+    shape = Shape.of(x, b, *geometry)
     tiles, run = candidates(shape, x.element_size()), partial(launch_dense, dtype=dtype)
     with torch.cuda.device(x.device):
         right = partial(_agrees, x, b, lambda v: v, run, shape)
         v = run(x, b, shape, best_tile(("dense", shape, dtype), x, tiles, right, run, x, b, shape))
-    return v.view(-1, shape.outputs, *kernel, shape.channels // groups)
+    return v.view(-1, *shape.gradient)
 
 
 @_total.register_kernel("cuda")
-def _cuda_total(
-    x: Tensor,
-    b: Tensor,
-    weights: Tensor,
-    stride: Ints,
-    padding: Ints,
-    dilation: Ints,
-    kernel: Ints,
-    groups: int,
-    probes: int,
-) -> Tensor:
+def _cuda_total(x: Tensor, b: Tensor, weights: Tensor, *geometry: Any) -> Tensor:
     if _by_twin(x):
-        return _twin_total(x, b, weights, stride, padding, dilation, kernel, groups, probes)
+        return _twin_total(x, b, weights, *geometry)
     x, b = _laid_out(x, b)
-    shape = Shape.of(x, b, stride, padding, dilation, kernel, groups, probes)
+    shape = Shape.of(x, b, *geometry)
     arguments = (x, b, weights.float().contiguous(), shape)
     tiles = total_candidates(shape, x.element_size())
     with torch.cuda.device(x.device):
         right = partial(_agrees, x, b, lambda v: v.sum(0), _launch_sum, shape)
         out = launch_total(*arguments, best_tile(("total", shape), x, tiles, right, launch_total, *arguments))
-    return out.view(shape.outputs, *kernel, shape.channels // groups)
+    return out.view(shape.gradient)
 
 
 def _agrees(

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from clipwise.jit import constexpr, jit, tl, triton
-from clipwise.records import planner
-from clipwise.records.kernels.convolution import _check, exact
+from clipwise.records import forms
+from clipwise.records.kernels.convolution import check, exact, result_dtype
 from clipwise.records.kernels.convolution_tiles import Ints, Shape
 from clipwise.records.kernels.gram import HALF, SLACK, added_up, aligned, finished, gram_tile, lost, tile_of
 from clipwise.records.kernels.tiles import best_tile, like_random, power
@@ -54,7 +54,7 @@ def convolution_gram_sq_norm(
     """
     if groups != 1 or probes != 1:
         raise InputError(f"groups and probes must be 1 for the Gram form of a convolution, got {groups} and {probes}")
-    _check(x, b, stride, padding, dilation, kernel, groups, probes)
+    check(x, b, stride, padding, dilation, kernel, groups, probes)
     return _operator(x, b, stride, padding, dilation, kernel)
 
 
@@ -80,7 +80,7 @@ def _twin(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, ker
     shape = Shape.of(x, b, stride, padding, dilation, kernel, 1)
     inputs, taps = shape.height * shape.width, _taps(shape).to(x.device)
     norms = [x.new_zeros(0, dtype=torch.float64)]
-    step = max(1, planner.STREAM_FLOATS // (inputs + 1) ** 2)
+    step = max(1, forms.STREAM_FLOATS // (inputs + 1) ** 2)
     for rows in zip(x.split(step), b.split(step), strict=True):
         some_x, some_b = (t.double().flatten(2) for t in rows)
         xx = torch.nn.functional.pad(some_x.mT @ some_x, (0, 1, 0, 1))  # the last row and column: outside
@@ -89,9 +89,9 @@ def _twin(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, ker
         for places in taps:
             aa += xx[:, places[:, None], places]
         lengths = (aa.diagonal(dim1=1, dim2=2) * bb.diagonal(dim1=1, dim2=2)).sqrt().sum(1)
-        slack = 4 * torch.finfo(_result_dtype(x)).eps * lengths.square()  # also more than the result's own rounding
+        slack = 4 * torch.finfo(result_dtype(x)).eps * lengths.square()  # also more than the result's own rounding
         norms.append((aa * bb).sum((1, 2)).clamp(min=0) + slack)
-    return torch.cat(norms).to(_result_dtype(x))
+    return torch.cat(norms).to(result_dtype(x))
 
 
 def _taps(s: Shape) -> Tensor:
@@ -104,10 +104,6 @@ def _taps(s: Shape) -> Tensor:
     return torch.where(inside, y * s.width + x, s.height * s.width)
 
 
-def _result_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 _operator = torch.library.custom_op(
     "clipwise::convolution_gram_sq_norm",
     _twin,
@@ -118,7 +114,7 @@ _operator = torch.library.custom_op(
 
 @_operator.register_fake
 def _fake(x: Tensor, b: Tensor, stride: Ints, padding: Ints, dilation: Ints, kernel: Ints) -> Tensor:
-    return x.new_empty(x.shape[0], dtype=_result_dtype(x))
+    return x.new_empty(x.shape[0], dtype=result_dtype(x))
 
 
 @_operator.register_kernel("cuda")
@@ -166,7 +162,7 @@ class Tile:
     deep: int  # channels
     warps: int
     stages: int
-    fused: bool  # one program writes a sample's whole X and reads it back; else there is a launch for each
+    fused: bool  # one program writes a sample's whole X and reads it back; otherwise each has a launch
 
 
 def candidates(shape: Shape) -> list[Tile]:

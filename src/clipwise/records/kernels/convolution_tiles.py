@@ -68,6 +68,11 @@ class Shape:
         """Columns of one group's gradient: taps × channels."""
         return self.kernel_y * self.kernel_x * self.channels // self.groups
 
+    @property
+    def gradient(self) -> tuple[int, int, int, int]:
+        """The size of one unit's gradient: [output, y, x, channel]."""
+        return self.outputs, self.kernel_y, self.kernel_x, self.channels // self.groups
+
 
 @dataclass(frozen=True)
 class Tile:

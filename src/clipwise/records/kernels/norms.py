@@ -91,7 +91,7 @@ def launch(a: Sequence[Tensor], b: Sequence[Tensor], tile: Tile) -> Tensor:
 
 @functools.cache  # for ever: a recorded launch reads its table again at every replay
 def _lines(shapes: tuple[tuple[int, int, int, int], ...], device: torch.device) -> Tensor:
-    """[layer, p, q, row's stride of a and of b in eighths], the longest first: they would else be done last, alone."""
+    """[layer, p, q, row's stride of a and of b in eighths], the longest first: none is left to run alone."""
     longest = sorted(range(len(shapes)), key=lambda layer: -sum(shapes[layer][:2]))
     return torch.tensor([[layer, *shapes[layer]] for layer in longest], dtype=torch.long).to(device)
 
@@ -116,7 +116,7 @@ def _gram_tile(  # type: ignore[no-untyped-def]
     return product
 
 
-# else sizes divisible by 16 are compiled once more, and a Poisson sample has another size at every step
+# Triton compiles sizes divisible by 16 once more unless told, and a Poisson sample has another size at every step
 @jit(do_not_specialize=["programs", "units"])  # type: ignore[untyped-decorator]
 def _norms_kernel(  # type: ignore[no-untyped-def]
     like, places, lines, sums, programs, units, positions: constexpr, pairs: constexpr, slack: constexpr,

@@ -138,7 +138,7 @@ def _lines(
     return torch.tensor(lines, dtype=torch.long).to(device), tiles
 
 
-# else sizes divisible by 16 are compiled once more, and a Poisson sample has another size at every step
+# Triton compiles sizes divisible by 16 once more unless told, and a Poisson sample has another size at every step
 @jit(do_not_specialize=["layers", "tiles", "work", "size", "units", "units_each"])  # type: ignore[untyped-decorator]
 def _totals_kernel(  # type: ignore[no-untyped-def]
     like, places, lines, weights, room, layers, tiles, work, size, units, units_each,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipwise.jit import constexpr, jit, tl, triton
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kernels.tiles import power
 
 TILE = 4096  # numbers that a program reads at once, of as many rows as that makes
@@ -52,7 +52,7 @@ def _twin_outer(a: Tensor, b: Tensor) -> Tensor:
 
 def _twin_total(rows: Tensor, weights: Tensor | None) -> Tensor:
     # a few numbers at a time, of all rows
-    step = max(1, planner.CUDA_STREAM_FLOATS // max(1, rows.shape[0] * rows.shape[1]))
+    step = max(1, forms.CUDA_STREAM_FLOATS // max(1, rows.shape[0] * rows.shape[1]))
     parts = (some.float() for some in rows.split(step, 2))
     if weights is None:
         return torch.cat([some.sum(1) for some in parts], 1)
@@ -103,7 +103,7 @@ def launch_total(rows: Tensor, weights: Tensor | None) -> Tensor:
 
 def _short(batch: int, count: int, size: int) -> tuple[int, int]:
     """How many numbers, and of how many rows, a program reads at once where there are many rows."""
-    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # else a tile would have more rows than there are
+    least = min(WIDE, max(NARROW, TILE // power(count, 1, TILE)))  # so that no tile has more rows than there are
     block = WIDE
     while block > least and batch * -(-size // block) < PROGRAMS:
         block //= 2

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner, tuning
+from clipwise.records import forms, tuning
 from clipwise.records.kernels import (
     convolution_dense,
     convolution_gram_sq_norm,
@@ -104,10 +104,10 @@ class Convolution:
         return replace(self, x=torch.cat([mine.x, theirs.x], 1), b=torch.cat([mine.b, theirs.b], 1))
 
     @property
-    def counted(self) -> planner.Form:
+    def counted(self) -> forms.Form:
         """How the norm would be computed by counting alone."""
         groups, space = self.geometry.groups, len(self.geometry.stride)
-        return planner.choose(
+        return forms.choose(
             self.probes * self.b.shape[-space:].numel(),
             self.geometry.shape[1:].numel(),
             self.b.shape[-space - 1] // groups,
@@ -143,7 +143,7 @@ class Convolution:
         return gram_cost(inputs, x.shape[1], positions, b.shape[1], kernel[0] * kernel[1])
 
     @property
-    def form(self) -> planner.Form:
+    def form(self) -> forms.Form:
         """How the norm is computed."""
         if not self._by_kernel:  # its Gram form unfolds, and would be tried with what no GPU should write
             return self.counted
@@ -198,7 +198,7 @@ class Convolution:
             return double.sq_norm().float()
         return self.norm_by(self.form.kept)
 
-    def norm_by(self, name: planner.Name) -> Tensor:
+    def norm_by(self, name: forms.Name) -> Tensor:
         """‖v_i‖² by one form, of factors as they are."""
         if name == "fused":
             return convolution_sq_norm(*self._planes())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from clipwise.records import planner
+from clipwise.records import forms
 from clipwise.records.kernels import rows_total
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.record import Record, flat, masked, shaped, wide, wide_format
@@ -78,7 +78,7 @@ class Dense:
 
 def streamed_sq_norm(record: Record, rows: Callable[[int, int], Record], floats: int, *, cuda: bool) -> Tensor:
     """‖v_i‖² of a record of ``floats`` numbers per sample, written out a few samples at a time: ``rows`` gives them."""
-    step = max(1, planner.stream_floats(cuda=cuda) // max(1, floats))
+    step = max(1, forms.stream_floats(cuda=cuda) // max(1, floats))
     if step >= record.samples:
         return Dense(record.dense()).sq_norm()
     starts = range(0, record.samples, step)

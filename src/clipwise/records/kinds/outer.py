@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner, tuning
+from clipwise.records import forms, tuning
 from clipwise.records.kernels import (
     convolution_dense,
     convolution_sq_norm,
@@ -70,7 +70,7 @@ class Outer:
         return Outer(a, b, self.shape)
 
     @property
-    def form(self) -> planner.Form:
+    def form(self) -> forms.Form:
         """How the norm is computed."""
         own = self.unpadded()  # which it was chosen for
         return outer_form(own.a, own.b.shape[3], own.b.dtype)
@@ -81,7 +81,7 @@ class Outer:
             return self.halved().sq_norm()
         return self.norm_by(self.form.kept)
 
-    def norm_by(self, name: planner.Name) -> Tensor:
+    def norm_by(self, name: forms.Name) -> Tensor:
         """‖v_i‖² by one form, of factors as they are."""
         if name == "gram":
             return gram_sq_norm(self.a, self.b)
@@ -182,9 +182,7 @@ def by_kernel(a: Tensor, other: torch.dtype) -> bool:
     return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] > 1
 
 
-def outer_form(
-    a: Tensor, outputs: int, dtype: torch.dtype, *, swap: bool = False, measure: bool = True
-) -> planner.Form:
+def outer_form(a: Tensor, outputs: int, dtype: torch.dtype, *, swap: bool = False, measure: bool = True) -> forms.Form:
     """How the norm of an Outer of ``a`` [sample, block, position, p] and a b of so many features is computed.
 
     ``swap``: of an Outer in which they change places; ``measure``: not only counted.
@@ -195,7 +193,7 @@ def outer_form(
     # rounded factors are float16's from here on
     read = torch.float16 if halved else torch.promote_types(a.dtype, dtype)
     formats = read, written_format(read, cuda=a.is_cuda)
-    form = planner.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, formats=formats)
+    form = forms.choose(positions, inputs, outputs, blocks=blocks, cuda=a.is_cuda, kernel=kernel, formats=formats)
     if not measure or positions == 1:  # of one position ‖b aᵀ‖ = ‖a‖‖b‖: nothing is faster
         return form
     sides = ((outputs, dtype), (inputs, a.dtype)) if swap else ((inputs, a.dtype), (outputs, dtype))
@@ -212,7 +210,7 @@ def outer_form(
 MANY = 8  # layers that a launch is taken to have
 
 
-def _took(record: Outer | Halved, name: planner.Name, weights: Tensor) -> float:
+def _took(record: Outer | Halved, name: forms.Name, weights: Tensor) -> float:
     """Milliseconds of a layer's part of a step by one form: kernels that take all layers at once are timed with many.
 
     Alone a layer may fill no large device, and would take several times as long.
@@ -221,7 +219,7 @@ def _took(record: Outer | Halved, name: planner.Name, weights: Tensor) -> float:
     assert isinstance(outer, Outer)
     if name == "written" or not by_kernel(outer.a, outer.b.dtype) or not takes(outer.a[:, 0], outer.b[:, 0]):
         return tuning.took(record, name, weights)
-    copies = max(1, min(MANY, planner.CUDA_STREAM_FLOATS // outer.shape.numel()))
+    copies = max(1, min(MANY, forms.CUDA_STREAM_FLOATS // outer.shape.numel()))
     a, b = [outer.a[:, 0]] * copies, [outer.b[:, 0]] * copies
     each = functools.partial(milliseconds, repeats=1, rounds=20)
     total = each(lambda: outer_totals(a, b, weights.expand(copies, -1))) / copies

@@ -112,7 +112,7 @@ class Meeting:
             return argument
         result = argument.to(dtype)
         self._rows[id(result)] = self._rows[id(argument)]
-        self._cast.append(result)  # else another tensor may get its number
+        self._cast.append(result)  # kept, so that no other tensor gets its id
         return result
 
     def tap(self, output: Tensor, inputs: Sequence[Tensor], wants: Sequence[Want | None]) -> Tensor:

@@ -57,6 +57,20 @@ def _affine(
     return m.tap(output, [input], [scale, added_to(m.source(bias), output, m.out, keep)])
 
 
+def _features(
+    m: Meeting,
+    input: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    run: Callable[..., Tensor],
+) -> Tensor:
+    """A normalisation whose parameters are of the last dimensions' shape."""
+    n, out = m.samples, m.out
+    keep = lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1)  # noqa: E731
+    return _affine(m, input, weight, bias, run, keep)
+
+
 def layer_norm(
     m: Meeting,
     input: Tensor,
@@ -67,15 +81,8 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """F.layer_norm."""
-    out, n, shape = m.out, m.samples, tuple(normalized_shape)
-    return _affine(
-        m,
-        m.cast(input, normal_format(input)),
-        weight,
-        bias,
-        lambda x, w, b: F.layer_norm(x, shape, w, b, eps),
-        lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1),
-    )
+    run = lambda x, w, b: F.layer_norm(x, normalized_shape, w, b, eps)  # noqa: E731
+    return _features(m, m.cast(input, normal_format(input)), normalized_shape, weight, bias, run)
 
 
 def rms_norm(
@@ -86,17 +93,10 @@ def rms_norm(
     eps: float | None = None,
 ) -> Tensor:
     """F.rms_norm."""
-    out, n, shape = m.out, m.samples, tuple(normalized_shape)
     # the default epsilon is the input format's, which the backward's wider copy must not change
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return _affine(
-        m,
-        input,
-        weight,
-        None,
-        lambda x, w, _: F.rms_norm(x, shape, w, eps),
-        lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1),
-    )
+    run = lambda x, w, _: F.rms_norm(x, normalized_shape, w, eps)  # noqa: E731
+    return _features(m, input, normalized_shape, weight, None, run)
 
 
 def _channels(

@@ -81,7 +81,8 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
         a = by_sample(cut(x), rows, n).reshape(n, 1, -1, x.shape[-1])
         positions, q = a.shape[2], features
         swap = flip != source.flipped  # the parameter is [p, q]: its gradient is Σ a bᵀ
-        form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)  # else it is always written
+        # what goes on through a Jacobian is always written: there is nothing to measure
+        form = outer_form(a, q, output.dtype, swap=swap, measure=source.name is not None)
         shape = source.tensor.t().shape if source.flipped else source.tensor.shape
         out = m.out
 

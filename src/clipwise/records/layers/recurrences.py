@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records import planner, recurrent
+from clipwise.records import forms, recurrent
 from clipwise.records.displacement import cut
 from clipwise.records.kinds import Dense, Outer, Record, wide
 from clipwise.records.layers.fallback import by_vmap
@@ -44,7 +44,7 @@ def recurrence(m: Meeting, ahead: Tensor, h: Tensor, *rest: Any) -> Any:
 
     if source is not None:
         m.tape.leaf(tap, source, lambda b: _or_written(m.tape, weights(b), source))
-        m.tape.site([source], m.call.label, planner.choose(len(ahead), h.shape[-1], ahead.shape[-1]))
+        m.tape.site([source], m.call.label, forms.choose(len(ahead), h.shape[-1], ahead.shape[-1]))
     added = m.source(bias)
     if added is not None:
         m.tape.leaf(tap, added, lambda b: Dense(wide(b).sum(0)))
