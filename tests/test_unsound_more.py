@@ -8,6 +8,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -625,6 +626,66 @@ def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.Warnings
     assert not [w for w in recwarn if "the loss names" in str(w.message)]
     with pytest.warns(UserWarning, match="the loss names rows, which holds the private sample 0"):
         private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
+
+
+BANK = WIDE.clone()
+
+
+def nearness(x: Tensor) -> Tensor:
+    return torch.cdist(x, BANK).mean(1)
+
+
+def by_a_function(model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, batch) * nearness(batch[0])
+
+
+class Nearest:
+    """Weighs a sample by the nearest of the rows that it was given."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) * torch.cdist(batch[0], self.rows).amin(1)
+
+
+def by_an_argument(rows: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, batch) * torch.cdist(batch[0], rows).amin(1)
+
+
+def by_a_model_beside() -> Callable[[nn.Module, Any], Tensor]:
+    teacher = Centres(WIDE.clone(), nn.Parameter).requires_grad_(False)
+    return lambda model, batch: (model(batch[0]) - teacher(batch[0])).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (by_a_function, "BANK"),
+        (Nearest(WIDE), r"Nearest\.rows"),
+        (partial(by_an_argument, WIDE), "argument 1"),
+        (by_a_model_beside(), "teacher"),
+    ],
+)
+def test_a_loss_that_holds_private_samples_elsewhere_is_warned_of(loss: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"the loss names {name}, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), (WIDE, torch.arange(30) % 3), batch=10, loss=loss, self_test=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = (torch.randn(30, 8), torch.arange(30) % 3)
+        private_for(nn.Linear(8, 3), other, batch=10, loss=loss, self_test=False)
+
+
+def test_views_that_mix_a_row_with_private_samples_are_warned_of() -> None:
+    """Mixup with the training rows: one of them less moves the views of all others."""
+
+    def views(row: Any, count: int, generator: torch.Generator) -> Any:
+        others = BANK[torch.randint(len(BANK), (count,), generator=generator)]
+        return (row[0] + others) / 2, row[1].expand(count)
+
+    method = cw.self_augmentation(cw.flat(), views=2, augment="own")
+    with pytest.warns(UserWarning, match="views names BANK, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), (WIDE, torch.arange(30) % 3), batch=10, method=method, views=views)
 
 
 def test_weights_that_are_rows_of_the_data_by_chance_pass() -> None:

@@ -26,7 +26,7 @@ from clipwise.data.copies import (
     refuse_private,
     refuse_shared,
     warn_of_copies,
-    warn_of_kept_by_loss,
+    warn_of_named,
     warn_of_numbers,
 )
 from clipwise.engine import Views
@@ -121,9 +121,11 @@ def make_private(
         warn_of_numbers(dataset)
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)
-    warn_of_kept_by_loss(loss, dataset)
+    warn_of_named("the loss", loss, dataset)
     _check_recall(chosen, batch, rows)
     _check_views(views)
+    if views is not None:
+        warn_of_named("views", views, dataset)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
     size = _chunk(chunk, batch, rows, compile)

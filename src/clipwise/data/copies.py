@@ -1,12 +1,11 @@
 """Rows that are there twice: among the data, among public inputs or in the model; and rows that are elsewhere.
 
 Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
-Gives: warn_of_copies, warn_of_numbers, warn_of_kept_by_loss, refuse_shared, refuse_private, refuse_kept.
+Gives: warn_of_copies, warn_of_numbers, warn_of_named, refuse_shared, refuse_private, refuse_kept.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.data.datasets import Arrays, RowDataset, Samples, labelled
+from clipwise.data.named import named
 from clipwise.data.unsampled import SHARED
 from clipwise.types import Refused
 
@@ -169,18 +169,14 @@ def refuse_kept(model: nn.Module, data: RowDataset) -> None:
         )
 
 
-def warn_of_kept_by_loss(loss: Callable[..., Any], data: RowDataset) -> None:
-    """Warn of a loss that names private samples beside its batch: what it makes of them is in every sample's loss."""
-    try:
-        named = inspect.getclosurevars(loss)
-    except (TypeError, ValueError):  # no function in Python, or one that names what is not there yet
-        return
-    outside = {**named.globals, **named.nonlocals}
-    found = _sample_in([(name, tensor) for name, value in outside.items() for tensor in _tensors(value)], data)
+def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> None:
+    """Warn of a loss, or of views, naming private samples beside the batch: each sample's gradient is made of them."""
+    held = ((name, [*v.parameters(), *v.buffers()] if isinstance(v, nn.Module) else v) for name, v in named(function))
+    found = _sample_in([(name, tensor) for name, value in held for tensor in _tensors(value)], data)
     if found is not None:
         name, sample = found
         warnings.warn(
-            f"the loss names {name}, which holds the private sample {sample}: if it computes anything from it, each "
+            f"{who} names {name}, which holds the private sample {sample}: if it computes anything from it, each "
             "sample's loss is made of others too, without noise, which no self-test can see; use the batch alone, and "
             f"for the number of samples write it down as a number, n = len({name}), before",
             stacklevel=4,
