@@ -16,19 +16,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 import clipwise as cw
 from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
 from clipwise.data.copies import refuse_private, warn_of_numbers
+from clipwise.data.parts import warn_of_parts
+from clipwise.records.chance import seeded
 from clipwise.report import read
 from clipwise.types import InputError, Refused
 
 ROWS = 120
 X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(ROWS) % 3
+WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 
 
 def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
@@ -526,6 +529,50 @@ def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) 
         private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
 
 
+def window(i: int) -> Tensor:
+    return SERIES[i : i + 12].clone()
+
+
+def partner(i: int) -> dict[str, Tensor]:
+    return {"x": WIDE[i], "other": WIDE[(i + 7) % len(WIDE)]}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Made(ROWS, window), "if windows slide over a series"),
+        (Made(ROWS, lambda i: window(4 * i).reshape(6, 2)), "if windows slide over a series"),
+        (Subset(Made(ROWS, window), torch.randperm(ROWS).tolist()), "if windows slide over a series"),
+        ((torch.stack([window(i) for i in range(ROWS)]), Y), "if windows slide over a series"),
+        (Made(30, partner), "in pairs or triplets of samples"),
+        ((WIDE, WIDE.roll(-1, 0), Y[:30]), "in pairs or triplets of samples"),
+    ],
+)
+def test_samples_that_hold_copies_of_what_others_hold_are_warned_of(data: Any, said: str) -> None:
+    """A person is in as many samples as windows reach back, or as have drawn them for a partner."""
+    with pytest.warns(UserWarning, match=f"holds what sample .* number for number: {said}"):
+        warn_of_parts(as_dataset(data), seeded)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Made(ROWS, lambda i: window(12 * (i % 50))),  # one after another, and later again
+        Made(30, lambda i: {"x": WIDE[i], "same": WIDE[i], "map": SERIES}),
+        (torch.zeros(ROWS, 12), Y),
+        (torch.eye(16)[torch.arange(ROWS) % 16], Y),
+        (torch.randn(30, 3, 8, 8), torch.randn(30, 8)),
+        (torch.randn(30, 1, 8, 8).expand(-1, 3, -1, -1), torch.randn(30)),  # gray pictures
+        (torch.randint(9, (ROWS, 40)), Y),
+        (torch.randn(30), torch.randn(30)),
+        (torch.randn(30, 0), torch.randn(30, 4)),
+    ],
+)
+def test_samples_without_parts_of_others_are_not_warned_of(data: Any, recwarn: pytest.WarningsRecorder) -> None:
+    warn_of_parts(as_dataset(data), seeded)
+    assert not recwarn.list
+
+
 class Drawn(Dataset[Any]):
     """Any sample, whatever number is asked for."""
 
@@ -569,9 +616,6 @@ def test_samples_that_only_collate_makes_plain_tensors_of_pass(make: Any) -> Non
         return x.to_dense() if isinstance(x, Tensor) else torch.from_numpy(x.astype(np.float32))
 
     private_for(data=Made(ROWS, make), collate=lambda items: default_collate([(plain(x), y) for x, y in items]))
-
-
-WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 
 
 def shaken(index: int) -> Tensor:

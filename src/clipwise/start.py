@@ -29,6 +29,7 @@ from clipwise.data.copies import (
     warn_of_named,
     warn_of_numbers,
 )
+from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -119,6 +120,8 @@ def make_private(
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)
+        if rows_per_person == 1:
+            warn_of_parts(dataset, seeded)
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)
     warn_of_named("the loss", loss, dataset)
