@@ -539,6 +539,21 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cell", "lines"), [('"so much', "5 and 21"), ('"so" much', "5 and 5"), ('"so \\"much\\""', "5 and 5")]
+)
+def test_a_quote_that_does_not_close_its_cell_is_named(tmp_path: Path, cell: str, lines: str) -> None:
+    """It took half of the rows into one cell, without a word."""
+    rows = [f"text {i},{'pq'[i % 2]}" for i in range(20)]
+    rows[3] = f"{cell},p"
+    path = table(tmp_path, "\n".join(["t,y", *rows]) + "\n")
+    with pytest.raises(InputError, match=f"quotes around a whole cell .* between lines {lines}"):
+        load(f"csv:{path}?text=t&label=y:p|q")
+    rows[3] = '"so ""much"",\nand more",p'
+    path = table(tmp_path, "\n".join(["t,y", *rows]) + "\n")
+    assert len(every(load(f"csv:{path}?text=t&label=y:p|q&test_file={path}").train)[0]) == 20
+
+
+@pytest.mark.parametrize(
     ("said", "message"),
     [
         ("", "the label's column, one of age, pay, town, kind, note, answer: write 'csv:PATH?label=NAME:low|high'"),

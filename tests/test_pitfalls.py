@@ -6,6 +6,7 @@ Gives: that each is refused or handled, and that every test that the page names 
 
 import ast
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import clipwise as cw
 from clipwise.records import oracle
@@ -217,6 +218,35 @@ def test_a_data_set_that_holds_a_sample_twice_is_refused_through_subsets_and_con
     ):
         with pytest.raises(Refused, match="repeated.*twice the sensitivity"):
             private_for(linear(), twice, batch=2)
+
+
+class Read(Dataset[Any]):
+    """Pictures, read anew for each transform, as torchvision's data sets are."""
+
+    def __init__(self, root: str, transform: Callable[[Tensor], Tensor], rows: Any = X) -> None:
+        self.root, self.transform = root, transform
+        self.data, self.targets = [row.clone() for row in rows], Y[: len(rows)].tolist()
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(self.data[index]), self.targets[index]
+
+
+def test_a_data_set_that_is_made_again_for_another_transform_holds_each_sample_twice() -> None:
+    """As augmentation it is common: MNIST(root, transform=a) + MNIST(root, transform=b)."""
+    plain, turned = Read("here", torch.clone), Read("here", torch.neg)
+    for twice in (plain + turned, Subset(plain, [0, 2]) + Subset(turned, [2, 3])):
+        with pytest.raises(Refused, match="repeated.*twice the sensitivity.*one of several transforms"):
+            private_for(linear(), twice, batch=2)
+    for apart in (
+        Subset(plain, [0, 2]) + Subset(turned, [1, 3]),
+        plain + Read("here", torch.neg, X + 1),
+        plain + Read("there", torch.neg),
+        plain + Read("here", torch.neg, X[1:]),
+    ):
+        private_for(linear(), apart, batch=2)
 
 
 # Noise

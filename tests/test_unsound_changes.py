@@ -10,7 +10,8 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import MethodType
+from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 import clipwise as cw
+from clipwise import self_test
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import modes
 from clipwise.types import InputError, Refused
@@ -214,6 +216,115 @@ def test_a_module_that_is_switched_by_a_name_is_tested() -> None:
     model[1].on = "always"
     with pytest.raises(Refused, match="mixes the samples"):
         private.step(next(private.batches()))
+
+
+SETTINGS = SimpleNamespace(step=SimpleNamespace(mixup=False))
+
+
+def mixed(x: Tensor) -> Tensor:
+    return (x + x.flip(0)) / 2 if SETTINGS.step.mixup else x
+
+
+def by_global(model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, (mixed(batch[0]), batch[1]))
+
+
+class Loss:
+    """May mix samples by a flag of its own, and puts them through a norm."""
+
+    def __init__(self) -> None:
+        self.options, self.norm = {"mixup": False}, nn.BatchNorm1d(6).eval()
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        x = self.norm(batch[0])
+        return cw.cross_entropy(model, ((x + x.flip(0)) / 2 if self.options["mixup"] else x, batch[1]))
+
+    def normed(self) -> None:
+        self.norm.train()
+
+    def mixing(self) -> None:
+        self.options["mixup"] = True
+
+
+class Set(nn.Module):
+    """May mix samples by its settings, of which its forward pass says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings, self.last = SimpleNamespace(mixup=False), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.mixed(x))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return (x + x.flip(0)) / 2 if self.settings.mixup else x
+
+
+def a_global_flag() -> tuple[dict[str, Any], Callable[[], None]]:
+    return {"loss": by_global}, lambda: setattr(SETTINGS.step, "mixup", True)
+
+
+def a_flag_of_the_closure() -> tuple[dict[str, Any], Callable[[], None]]:
+    mixup = False
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, ((batch[0] + batch[0].flip(0)) / 2 if mixup else batch[0], batch[1]))
+
+    def switch() -> None:
+        nonlocal mixup
+        mixup = True
+
+    return {"loss": loss}, switch
+
+
+def an_option_of_the_loss() -> tuple[dict[str, Any], Callable[[], None]]:
+    loss = Loss()
+    return {"loss": partial(loss)}, loss.mixing
+
+
+def a_norm_in_the_loss() -> tuple[dict[str, Any], Callable[[], None]]:
+    loss = Loss()
+    return {"loss": loss}, loss.normed
+
+
+def a_setting_of_the_model() -> tuple[dict[str, Any], Callable[[], None]]:
+    model = Set()
+    return {"model": model}, lambda: setattr(model.settings, "mixup", True)
+
+
+@pytest.mark.parametrize(
+    "which",
+    [a_global_flag, a_flag_of_the_closure, an_option_of_the_loss, a_norm_in_the_loss, a_setting_of_the_model],
+)
+def test_a_loss_or_a_model_that_is_switched_by_a_flag_elsewhere_is_tested(
+    which: Callable[[], tuple[dict[str, Any], Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each moved the sum by six bounds when one sample left: more than its ε is for."""
+    monkeypatch.setattr(SETTINGS.step, "mixup", False)
+    given, switch = which()
+    private = private_for(**given)
+    private.step(next(private.batches()))
+    switch()
+    with pytest.raises(Refused, match="mixes the samples"):
+        private.step(next(private.batches()))
+
+
+def test_a_loss_that_is_the_same_is_tested_once_and_one_that_is_switched_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tested = list[str]()
+    run = self_test.run
+    monkeypatch.setattr(self_test, "run", lambda *given: tested.append("again") or run(*given))
+    sharper = False
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) * (2 if sharper else 1)
+
+    private = private_for(loss=loss)
+    for place, batch in enumerate(private.batches()):
+        sharper = place > 1
+        private.step(batch)
+    assert len(tested) == 2
 
 
 class Turned(nn.Module):

@@ -8,6 +8,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 import clipwise as cw
 from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
 from clipwise.data.copies import refuse_private, warn_of_numbers
+from clipwise.data.parts import warn_of_parts
+from clipwise.records.chance import seeded
 from clipwise.report import read
 from clipwise.types import InputError, Refused
 
 ROWS = 120
 X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(ROWS) % 3
+WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 
 
 def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
@@ -525,6 +529,50 @@ def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) 
         private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
 
 
+def window(i: int) -> Tensor:
+    return SERIES[i : i + 12].clone()
+
+
+def partner(i: int) -> dict[str, Tensor]:
+    return {"x": WIDE[i], "other": WIDE[(i + 7) % len(WIDE)]}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (Made(ROWS, window), "if windows slide over a series"),
+        (Made(ROWS, lambda i: window(4 * i).reshape(6, 2)), "if windows slide over a series"),
+        (Subset(Made(ROWS, window), torch.randperm(ROWS).tolist()), "if windows slide over a series"),
+        ((torch.stack([window(i) for i in range(ROWS)]), Y), "if windows slide over a series"),
+        (Made(30, partner), "in pairs or triplets of samples"),
+        ((WIDE, WIDE.roll(-1, 0), Y[:30]), "in pairs or triplets of samples"),
+    ],
+)
+def test_samples_that_hold_copies_of_what_others_hold_are_warned_of(data: Any, said: str) -> None:
+    """A person is in as many samples as windows reach back, or as have drawn them for a partner."""
+    with pytest.warns(UserWarning, match=f"holds what sample .* number for number: {said}"):
+        warn_of_parts(as_dataset(data), seeded)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Made(ROWS, lambda i: window(12 * (i % 50))),  # one after another, and later again
+        Made(30, lambda i: {"x": WIDE[i], "same": WIDE[i], "map": SERIES}),
+        (torch.zeros(ROWS, 12), Y),
+        (torch.eye(16)[torch.arange(ROWS) % 16], Y),
+        (torch.randn(30, 3, 8, 8), torch.randn(30, 8)),
+        (torch.randn(30, 1, 8, 8).expand(-1, 3, -1, -1), torch.randn(30)),  # gray pictures
+        (torch.randint(9, (ROWS, 40)), Y),
+        (torch.randn(30), torch.randn(30)),
+        (torch.randn(30, 0), torch.randn(30, 4)),
+    ],
+)
+def test_samples_without_parts_of_others_are_not_warned_of(data: Any, recwarn: pytest.WarningsRecorder) -> None:
+    warn_of_parts(as_dataset(data), seeded)
+    assert not recwarn.list
+
+
 class Drawn(Dataset[Any]):
     """Any sample, whatever number is asked for."""
 
@@ -568,9 +616,6 @@ def test_samples_that_only_collate_makes_plain_tensors_of_pass(make: Any) -> Non
         return x.to_dense() if isinstance(x, Tensor) else torch.from_numpy(x.astype(np.float32))
 
     private_for(data=Made(ROWS, make), collate=lambda items: default_collate([(plain(x), y) for x, y in items]))
-
-
-WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 
 
 def shaken(index: int) -> Tensor:
@@ -625,6 +670,66 @@ def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.Warnings
     assert not [w for w in recwarn if "the loss names" in str(w.message)]
     with pytest.warns(UserWarning, match="the loss names rows, which holds the private sample 0"):
         private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
+
+
+BANK = WIDE.clone()
+
+
+def nearness(x: Tensor) -> Tensor:
+    return torch.cdist(x, BANK).mean(1)
+
+
+def by_a_function(model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, batch) * nearness(batch[0])
+
+
+class Nearest:
+    """Weighs a sample by the nearest of the rows that it was given."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return cw.cross_entropy(model, batch) * torch.cdist(batch[0], self.rows).amin(1)
+
+
+def by_an_argument(rows: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    return cw.cross_entropy(model, batch) * torch.cdist(batch[0], rows).amin(1)
+
+
+def by_a_model_beside() -> Callable[[nn.Module, Any], Tensor]:
+    teacher = Centres(WIDE.clone(), nn.Parameter).requires_grad_(False)
+    return lambda model, batch: (model(batch[0]) - teacher(batch[0])).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (by_a_function, "BANK"),
+        (Nearest(WIDE), r"Nearest\.rows"),
+        (partial(by_an_argument, WIDE), "argument 1"),
+        (by_a_model_beside(), "teacher"),
+    ],
+)
+def test_a_loss_that_holds_private_samples_elsewhere_is_warned_of(loss: Any, name: str) -> None:
+    with pytest.warns(UserWarning, match=f"the loss names {name}, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), (WIDE, torch.arange(30) % 3), batch=10, loss=loss, self_test=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = (torch.randn(30, 8), torch.arange(30) % 3)
+        private_for(nn.Linear(8, 3), other, batch=10, loss=loss, self_test=False)
+
+
+def test_views_that_mix_a_row_with_private_samples_are_warned_of() -> None:
+    """Mixup with the training rows: one of them less moves the views of all others."""
+
+    def views(row: Any, count: int, generator: torch.Generator) -> Any:
+        others = BANK[torch.randint(len(BANK), (count,), generator=generator)]
+        return (row[0] + others) / 2, row[1].expand(count)
+
+    method = cw.self_augmentation(cw.flat(), views=2, augment="own")
+    with pytest.warns(UserWarning, match="views names BANK, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), (WIDE, torch.arange(30) % 3), batch=10, method=method, views=views)
 
 
 def test_weights_that_are_rows_of_the_data_by_chance_pass() -> None:

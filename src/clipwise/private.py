@@ -38,6 +38,7 @@ from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Buffers, Modes, modes, restored
+from clipwise.records.switches import switches
 from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device, tensors
 from clipwise.refusals import refuse_gradients, refuse_inference
@@ -449,8 +450,8 @@ class Private:
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
 
     def test_mode(self, trained: Iterable[str]) -> None:
-        """The self-test, unless it was passed with the modules that the model has now, each in the same mode."""
-        mode, before = modes(self.model, trained), self._mode
+        """The self-test, unless it was passed with the modules and flags that model and loss have now."""
+        mode, before = modes(self.model, trained) + switches(self.model, self._passes.capture.loss), self._mode
         if mode != before:
             self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
         self._mode = mode

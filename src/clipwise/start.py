@@ -26,9 +26,10 @@ from clipwise.data.copies import (
     refuse_private,
     refuse_shared,
     warn_of_copies,
-    warn_of_kept_by_loss,
+    warn_of_named,
     warn_of_numbers,
 )
+from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -119,11 +120,15 @@ def make_private(
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)
+        if rows_per_person == 1:
+            warn_of_parts(dataset, seeded)
     _check_public(public, chosen, dataset)
     refuse_kept(model, dataset)
-    warn_of_kept_by_loss(loss, dataset)
+    warn_of_named("the loss", loss, dataset)
     _check_recall(chosen, batch, rows)
     _check_views(views)
+    if views is not None:
+        warn_of_named("views", views, dataset)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
     size = _chunk(chunk, batch, rows, compile)

@@ -1,12 +1,11 @@
 """Rows that are there twice: among the data, among public inputs or in the model; and rows that are elsewhere.
 
 Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
-Gives: warn_of_copies, warn_of_numbers, warn_of_kept_by_loss, refuse_shared, refuse_private, refuse_kept.
+Gives: warn_of_copies, warn_of_numbers, warn_of_named, refuse_shared, refuse_private, refuse_kept; telling, tensors_of.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.data.datasets import Arrays, RowDataset, Samples, labelled
+from clipwise.data.named import named
 from clipwise.data.unsampled import SHARED
 from clipwise.types import Refused
 
@@ -35,7 +35,7 @@ def warn_of_copies(data: RowDataset) -> None:
             return
         for row in _rows(rows):
             key = hash(row.tobytes())
-            copies += key in known and _telling(row)
+            copies += key in known and telling(row)
             known.add(key)
     if copies:
         warnings.warn(
@@ -57,7 +57,7 @@ def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
 
     def read(index: int, seed: int = 0) -> list[Tensor]:
         seeded(seed)
-        return list(_tensors(data.dataset[index]))
+        return list(tensors_of(data.dataset[index]))
 
     first, following = read(0), read(1)
     if first and _same(first, following) and _same(first, read(len(data) - 1)) and not _same(first, read(0, seed=1)):
@@ -70,7 +70,7 @@ def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
         raise Refused(f"samples of this data set {SHARED}")
     # the inputs alone: one person's may come with several labels
     own = first[0].detach().float().flatten().cpu().numpy() if first and first[0].is_floating_point() else np.zeros(0)
-    for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if _telling(own) else ():
+    for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if telling(own) else ():
         again = following if place == 1 else read(place)
         if again and torch.equal(first[0], again[0]):
             warnings.warn(
@@ -115,11 +115,12 @@ def _is_single(column: Any) -> bool:
     return column.numel() == 1 if isinstance(column, Tensor) else isinstance(column, (int, float, np.generic))
 
 
-def _telling(row: np.ndarray[Any, Any]) -> bool:
+def telling(row: np.ndarray[Any, Any]) -> bool:
+    """Whether a row has so many fractions that no other has them by chance."""
     return len(np.unique(row[np.modf(row)[0] != 0])) >= TELLING
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
+def tensors_of(item: Any) -> Iterator[Tensor]:
     """The tensors and arrays of a sample, not copied; sparse ones have no memory that could be compared."""
     if isinstance(item, np.ndarray):
         # it may be read-only, and is not written to; what torch cannot hold without a copy is not compared
@@ -129,7 +130,7 @@ def _tensors(item: Any) -> Iterator[Tensor]:
         yield from [item] if item.layout is torch.strided else []
     elif isinstance(item, (Mapping, list, tuple)):
         for value in item.values() if isinstance(item, Mapping) else item:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
@@ -169,18 +170,14 @@ def refuse_kept(model: nn.Module, data: RowDataset) -> None:
         )
 
 
-def warn_of_kept_by_loss(loss: Callable[..., Any], data: RowDataset) -> None:
-    """Warn of a loss that names private samples beside its batch: what it makes of them is in every sample's loss."""
-    try:
-        named = inspect.getclosurevars(loss)
-    except (TypeError, ValueError):  # no function in Python, or one that names what is not there yet
-        return
-    outside = {**named.globals, **named.nonlocals}
-    found = _sample_in([(name, tensor) for name, value in outside.items() for tensor in _tensors(value)], data)
+def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> None:
+    """Warn of a loss, or of views, naming private samples beside the batch: each sample's gradient is made of them."""
+    held = ((name, [*v.parameters(), *v.buffers()] if isinstance(v, nn.Module) else v) for name, v in named(function))
+    found = _sample_in([(name, tensor) for name, value in held for tensor in tensors_of(value)], data)
     if found is not None:
         name, sample = found
         warnings.warn(
-            f"the loss names {name}, which holds the private sample {sample}: if it computes anything from it, each "
+            f"{who} names {name}, which holds the private sample {sample}: if it computes anything from it, each "
             "sample's loss is made of others too, without noise, which no self-test can see; use the batch alone, and "
             f"for the number of samples write it down as a number, n = len({name}), before",
             stacklevel=4,
@@ -197,7 +194,7 @@ def _sample_in(values: Iterable[tuple[str, Tensor]], data: RowDataset) -> tuple[
     for start, rows in _inputs(data, MOST) if known else ():
         for i, row in enumerate(_rows(rows), start):
             name = known.get(hash(row.tobytes()))
-            if name is not None and _telling(row):
+            if name is not None and telling(row):
                 return name, i
     return None
 
@@ -207,7 +204,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     every = vars(nn.Module()).keys()
     for place, module in model.named_modules():
         for name, value in vars(module).items():
-            yield from ((f"{place}.{name}".lstrip("."), t) for t in (() if name in every else _tensors(value)))
+            yield from ((f"{place}.{name}".lstrip("."), t) for t in (() if name in every else tensors_of(value)))
 
 
 def _rows(values: Tensor) -> np.ndarray[Any, Any]:

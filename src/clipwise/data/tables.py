@@ -74,8 +74,18 @@ def read_csv(
 ) -> Table:
     """The columns of a text with one row per line, below a line of their names where ``names`` does not say them."""
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
-    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, skipinitialspace=True)
-    rows = [(lines.line_num, [cell.strip() for cell in cells]) for cells in lines if cells]
+    # strict: a quote that nobody closes would take all lines up to the next one into its cell
+    form: dict[str, Any] = {"delimiter": separator, "quoting": quoting, "skipinitialspace": True, "strict": True}
+    lines = csv.reader(io.StringIO(text, newline=""), **form)
+    rows: list[tuple[int, list[str]]] = []
+    try:
+        rows += ((lines.line_num, [cell.strip() for cell in cells]) for cells in lines if cells)
+    except csv.Error as error:
+        begins = 1 + (rows[-1][0] if rows else 0)
+        raise InputError(
+            f'{path} must have quotes around a whole cell and doubled within it, as in "5"" wide", got others between '
+            f"lines {begins} and {lines.line_num} ({error}): mend them"
+        ) from error
     if without is not None and rows and len({*rows[0][1]} & {*names}) == len(rows[0][1]):
         names = []  # they stand in the file too, perhaps in another order
     elif without is not None and rows and len(rows[0][1]) == len(names) - 1:

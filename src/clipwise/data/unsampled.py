@@ -6,6 +6,7 @@ Gives: refuse_samples, refuse_overlaps, refuse_loader, refuse_sampler, refuse_it
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import numpy as np
@@ -114,25 +115,61 @@ def refuse_iterable(data: object) -> NoReturn:
 
 def refuse_repeats(data: Dataset[Any]) -> None:
     """A row that stands in the data twice is moved by twice the bound when its owner leaves."""
-    origins = _origins(data)
+    origins = _origins(data, [])
     _, kind, counts = torch.unique(origins[:, :2], dim=0, return_inverse=True, return_counts=True)
     repeated = origins[counts[kind] > 1]
     if len(repeated):
         raise Refused(
             f"data must hold every sample once, got a {type(data).__name__} with index {int(repeated[:, 2].min())} "
-            "repeated: a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats"
+            "repeated: a sample in two rows has twice the sensitivity that ε is stated for; drop the repeats, and draw "
+            "one of several transforms anew whenever a sample is read"
         )
 
 
-def _origins(data: Any) -> Tensor:
-    """Where each row comes from, through subsets and concatenations: [row, (data set, place in it, index)]."""
+def _origins(data: Any, known: list[Any]) -> Tensor:
+    """Where each row comes from, through subsets and concatenations: [row, (data set, place in it, index)].
+
+    ``known`` are the data sets that were met so far.
+    """
     if isinstance(data, Subset):
-        return _origins(data.dataset)[torch.as_tensor(data.indices, dtype=torch.long, device="cpu")]
+        return _origins(data.dataset, known)[torch.as_tensor(data.indices, dtype=torch.long, device="cpu")]
     if isinstance(data, ConcatDataset):
-        return torch.cat([_origins(part) for part in data.datasets])
+        return torch.cat([_origins(part, known) for part in data.datasets])
     index = torch.arange(len(data), device="cpu")
-    source, place = id(data), index
+    source, place = id(next((other for other in known if _twins(other, data)), data)), index
+    known.append(data)
     if type(data) is TensorDataset:  # several may be of the same tensors, or of parts of them
         first = data.tensors[0]
         source, place = first.untyped_storage().data_ptr(), index * first.stride(0) + int(first.storage_offset())
     return torch.stack([torch.full_like(index, source), place, index], 1)
+
+
+def _twins(one: Any, other: Any) -> bool:
+    """Whether two data sets hold the same rows, as where one is made again for another transform.
+
+    All that they hold of each row must be equal (pictures, labels, names of files), and so must texts, such as where
+    they were read.
+    """
+    if type(one) is not type(other) or len(one) != len(other):
+        return False
+    own, others = (getattr(each, "__dict__", {}) for each in (one, other))
+    rows = [name for name, value in own.items() if _has_rows(value, len(one))]
+    texts = [name for name, value in own.items() if isinstance(value, (str, PurePath))]
+    return bool(rows) and all(name in others and _equal(own[name], others[name]) for name in (*rows, *texts))
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, (Tensor, np.ndarray, list, tuple)) and getattr(value, "ndim", 1) > 0 and len(value) == rows
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError):  # of tensors and arrays in lists there is no one answer
+        return len(one) == len(other) and all(map(_equal, one, other))
