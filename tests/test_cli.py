@@ -389,6 +389,9 @@ def test_texts_of_one_s_own_get_a_network_of_tokens_with_their_vocabulary(
     assert 'model = "gru_enhanced"' in (here / "run/settings.toml").read_text()
     said = one_line(capsys, [*words, "--vocabulary", "20"])
     assert "at least that of the data, 50, got 20: leave --vocabulary out, or write vocabulary=20 among" in said
+    assert main([*words, "--model", "mlp"]) == 0
+    said = "mlp reads each word's number as a quantity, which it is not, and will learn little: write --model gru_enh"
+    assert said in capsys.readouterr().err
 
 
 def test_a_number_may_be_written_as_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
