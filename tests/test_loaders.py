@@ -599,6 +599,19 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     assert load(line).shape == (16,)
 
 
+def test_a_column_of_texts_is_answered_by_the_line_to_write_which_works_and_prints_none_of_them(
+    tmp_path: Path,
+) -> None:
+    text = "".join(f'{{"note": {note}, "age": 1, "y": 0}}\n' for note in ['"what a very good day"'] * 9 + ["7"])
+    path = table(tmp_path, text, "t.jsonl")
+    for columns in ("", "&columns=age:0..9,note"):
+        said = refused(f"jsonl:{path}?label=y:0|1{columns}", "the column note must hold numbers, got texts: write")
+        assert "good day" not in said
+        (line,) = (word for word in shlex.split(said) if word.startswith("jsonl:"))
+        assert line == f"jsonl:{path}?label=y:0|1&text=note"
+        assert load(line).tokens
+
+
 def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_it_says_to_write_works(
     tmp_path: Path,
 ) -> None:

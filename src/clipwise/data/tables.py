@@ -21,7 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_date, is_number, meaning, numeric, word
+from clipwise.data.columns import (
+    AsIs,
+    Cells,
+    Meaning,
+    Range,
+    Values,
+    is_date,
+    is_number,
+    is_text,
+    meaning,
+    numeric,
+    word,
+)
 from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, unescaped
 from clipwise.data.splits import Splits, divided
@@ -238,6 +250,13 @@ def _ends(said: Range, cells: Cells) -> set[float]:
 def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) -> None:
     """Refuse columns of words of which nothing was said; the error is the line to write."""
     bare = {name: _column(source, table, name) for name, said in columns.items() if said == AsIs()}
+    texts = [name for name, cells in bare.items() if is_text(cells)]
+    if texts:
+        raise InputError(
+            f"the column {texts[0]} must hold numbers, got texts: write "
+            f"{source.with_options(columns=None, text=','.join(map(escaped, texts)))} to train on words alone, say "
+            f"'{escaped(texts[0])}:#16' if they are categories, or name the other columns in columns=…"
+        )
     words = [name for name, cells in bare.items() if not any(map(numeric, cells))]
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
