@@ -546,7 +546,7 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
         ("label=answer:#3", "must be said to be classes or a range"),
         ("label=pay:log(0..9)&columns=age", "must be said to be classes or a range, got 'pay:log(0..9)': write"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
-        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: name it too"),
+        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: write classes as the file does; if"),
         ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in line 2"),
         ("label=answer:no|yes&columns=agee", "csv has no column 'agee': did you mean 'age'?"),
         ("label=answer:no|yes&columns=age:90..17", "range of age must be LOW..HIGH with LOW < HIGH, got '90..17'"),
@@ -682,6 +682,13 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(f"csv:{path}?label=answer:no|yes&columns=age:0..99,town:#2")
+
+
+def test_an_error_in_the_test_part_says_so_since_its_line_is_another_file_s(tmp_path: Path) -> None:
+    train = table(tmp_path, "a,y\n" + "1,>50K\n2,<=50K\n" * 5)
+    dots = table(tmp_path, "a,y\n1,>50K.\n", "test.csv")  # as in Adult's own test file
+    where = f"csv:{train}?label=y:<=50K|>50K&columns=a:0..9&test_file={dots}"
+    refused(where, "in the test part, the label y must be one of <=50K, >50K, got '>50K.' in line 2: write classes as")
 
 
 @pytest.mark.parametrize(

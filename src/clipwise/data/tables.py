@@ -159,9 +159,14 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
     said = said_of(source, tables[0])
     parts: list[tuple[Tensor, Tensor]] = []
     for table in tables:
-        y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
-        _refuse_words(source, table, said.columns)
-        parts.append((inputs(source, said, table), y))
+        try:
+            y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
+            _refuse_words(source, table, said.columns)
+            parts.append((inputs(source, said, table), y))
+        except InputError as error:
+            if not parts:
+                raise
+            raise InputError(f"in the test part, {error}") from error  # its lines are another file's
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
     _warn_of_bare(said.columns)
     _warn_of_idle(said.columns, tables[0])
@@ -295,7 +300,8 @@ def _labels(label: Range | Values, cells: Cells) -> Tensor:
         if word(cell) not in places:
             raise InputError(
                 f"the label {cells.name} must be one of {', '.join(label.names)}, got {word(cell)!r} in line {line}: "
-                f"name it too, 'label={cells.name}:{'|'.join(label.names)}|…', or remove the row"
+                "write classes as the file does; if this is one more, name it too, "
+                f"'label={cells.name}:{'|'.join(label.names)}|…', or remove the row"
             )
     return torch.tensor([places[word(cell)] for cell in cells])
 
