@@ -237,6 +237,18 @@ def test_epsilon_counts_what_an_earlier_ledger_holds() -> None:
     assert private.ledger.releases == 12 and private.epsilon() > already > 0
 
 
+def test_epsilon_at_another_delta_is_that_of_the_ledger_and_the_run_s_rows_per_person() -> None:
+    private = made(rows_per_person=2, accountant="pld")
+    for batch in private.batches():
+        private.step(batch)
+    found = private.epsilon(1e-6)
+    assert found == private.ledger.epsilon(1e-6, rows_per_person=2) > private.epsilon()
+    assert private.epsilon() == private.epsilon(PLAN["delta"])
+    for delta in (0.0, 1.0, -1e-5):
+        with pytest.raises(InputError, match="delta must be"):
+            private.epsilon(delta)
+
+
 # Refusals and bad input
 
 
