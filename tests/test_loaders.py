@@ -684,6 +684,11 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
         load(f"csv:{path}?label=answer:no|yes&columns=age:0..99,town:#2")
 
 
+def test_of_many_columns_the_last_is_named_too_since_it_is_often_the_label(tmp_path: Path) -> None:
+    path = table(tmp_path, ",".join([f"c{i}" for i in range(20)] + ["answer"]) + "\n" + ",".join("1" * 21) + "\n")
+    refused(f"csv:{path}", "label's column, one of c0, c1, c2, c3, c4, c5, c6, …, answer: write")
+
+
 def test_an_error_in_the_test_part_says_so_since_its_line_is_another_file_s(tmp_path: Path) -> None:
     train = table(tmp_path, "a,y\n" + "1,>50K\n2,<=50K\n" * 5)
     dots = table(tmp_path, "a,y\n1,>50K.\n", "test.csv")  # as in Adult's own test file

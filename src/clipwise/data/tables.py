@@ -339,5 +339,6 @@ def _other_separator(names: Iterable[str]) -> str | None:
 
 
 def _shown(names: Sequence[str] | Mapping[str, Any]) -> str:
-    few = [name if len(name) <= 40 else f"{name[:40]}…" for name in list(names)[:8]]
-    return ", ".join(few) + (", …" if len(names) > len(few) else "")
+    """A few of them, with the last one, which is often the label."""
+    cut = [name if len(name) <= 40 else f"{name[:40]}…" for name in names]
+    return ", ".join(cut if len(cut) <= 8 else [*cut[:7], "…", cut[-1]])
