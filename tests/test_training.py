@@ -824,6 +824,7 @@ def test_the_statement_names_a_seeded_generator_and_a_test_that_was_left_out() -
     seeded = made(noise=77).statement()
     assert seeded.generator == "seeded(77)" and "seeded(77)" in seeded.text() and "subtract this noise" in seeded.text()
     assert not seeded.self_tested and "turned off" in seeded.text()
+    assert str(seeded) == f"{seeded}" == seeded.text() and repr(seeded).startswith("Statement(epsilon=")
     secure = made(noise="secure", self_test=True).statement()
     assert secure.generator == "chacha20" and "subtract" not in secure.text() and "passed" in secure.text()
 
