@@ -944,6 +944,16 @@ def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write
     assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
 
 
+def test_an_interrupted_run_that_was_made_in_python_goes_on_there(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "own").mkdir()
+    for name in ("checkpoint.pt", "ledger.jsonl"):
+        (here / "own" / name).write_text("")
+    for words in (["report", "own"], ["audit", "own"], ["train", "--resume", "own"]):
+        assert "clipwise.train(…, folder='own', resume=True)" in one_line(capsys, words)
+
+
 def test_a_run_that_was_stopped_in_its_first_step_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
