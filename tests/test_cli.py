@@ -389,6 +389,9 @@ def test_texts_of_one_s_own_get_a_network_of_tokens_with_their_vocabulary(
     assert 'model = "gru_enhanced"' in (here / "run/settings.toml").read_text()
     said = one_line(capsys, [*words, "--vocabulary", "20"])
     assert "at least that of the data, 50, got 20: leave --vocabulary out, or write vocabulary=20 among" in said
+    assert main([*words, "--model", "mlp"]) == 0
+    said = "mlp reads each word's number as a quantity, which it is not, and will learn little: write --model gru_enh"
+    assert said in capsys.readouterr().err
 
 
 def test_a_number_may_be_written_as_a_fraction(capsys: pytest.CaptureFixture[str]) -> None:
@@ -939,6 +942,16 @@ def test_who_asks_about_an_interrupted_run_or_a_comparison_is_told_what_to_write
         assert "write clipwise train --resume 'all/a run', which was interrupted" in one_line(capsys, words)
     assert main(["train", "--resume", "all/a run", "--quiet"]) == 0
     assert "in all: write one of its runs, all/a run" in one_line(capsys, ["audit", "all"])
+
+
+def test_an_interrupted_run_that_was_made_in_python_goes_on_there(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    (here / "own").mkdir()
+    for name in ("checkpoint.pt", "ledger.jsonl"):
+        (here / "own" / name).write_text("")
+    for words in (["report", "own"], ["audit", "own"], ["train", "--resume", "own"]):
+        assert "clipwise.train(…, folder='own', resume=True)" in one_line(capsys, words)
 
 
 def test_a_run_that_was_stopped_in_its_first_step_is_resumed(

@@ -561,7 +561,7 @@ def test_a_quote_that_does_not_close_its_cell_is_named(tmp_path: Path, cell: str
         ("label=answer:#3", "must be said to be classes or a range"),
         ("label=pay:log(0..9)&columns=age", "must be said to be classes or a range, got 'pay:log(0..9)': write"),
         ("label=anwser:no|yes", "csv has no column 'anwser': did you mean 'answer'?"),
-        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: name it too"),
+        ("label=answer:no|maybe", "must be one of no, maybe, got 'yes' in line 3: write classes as the file does; if"),
         ("label=answer:no|yes", "the column town must hold numbers, got 'Oslo' in line 2"),
         ("label=answer:no|yes&columns=agee", "csv has no column 'agee': did you mean 'age'?"),
         ("label=answer:no|yes&columns=age:90..17", "range of age must be LOW..HIGH with LOW < HIGH, got '90..17'"),
@@ -612,6 +612,19 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     said = refused(f"csv:{path}?label=y:0|1", "must hold numbers, got 'p' in line 2")
     (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
     assert load(line).shape == (16,)
+
+
+def test_a_column_of_texts_is_answered_by_the_line_to_write_which_works_and_prints_none_of_them(
+    tmp_path: Path,
+) -> None:
+    text = "".join(f'{{"note": {note}, "age": 1, "y": 0}}\n' for note in ['"what a very good day"'] * 9 + ["7"])
+    path = table(tmp_path, text, "t.jsonl")
+    for columns in ("", "&columns=age:0..9,note"):
+        said = refused(f"jsonl:{path}?label=y:0|1{columns}", "the column note must hold numbers, got texts: write")
+        assert "good day" not in said
+        (line,) = (word for word in shlex.split(said) if word.startswith("jsonl:"))
+        assert line == f"jsonl:{path}?label=y:0|1&text=note"
+        assert load(line).tokens
 
 
 def test_one_message_names_every_word_that_stands_for_a_missing_number_and_what_it_says_to_write_works(
@@ -684,6 +697,18 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(f"csv:{path}?label=answer:no|yes&columns=age:0..99,town:#2")
+
+
+def test_of_many_columns_the_last_is_named_too_since_it_is_often_the_label(tmp_path: Path) -> None:
+    path = table(tmp_path, ",".join([f"c{i}" for i in range(20)] + ["answer"]) + "\n" + ",".join("1" * 21) + "\n")
+    refused(f"csv:{path}", "label's column, one of c0, c1, c2, c3, c4, c5, c6, …, answer: write")
+
+
+def test_an_error_in_the_test_part_says_so_since_its_line_is_another_file_s(tmp_path: Path) -> None:
+    train = table(tmp_path, "a,y\n" + "1,>50K\n2,<=50K\n" * 5)
+    dots = table(tmp_path, "a,y\n1,>50K.\n", "test.csv")  # as in Adult's own test file
+    where = f"csv:{train}?label=y:<=50K|>50K&columns=a:0..9&test_file={dots}"
+    refused(where, "in the test part, the label y must be one of <=50K, >50K, got '>50K.' in line 2: write classes as")
 
 
 @pytest.mark.parametrize(

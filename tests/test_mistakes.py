@@ -129,6 +129,14 @@ def test_arguments_in_the_wrong_places_are_named() -> None:
         cw.make_private(lazy, torch.optim.SGD(lazy.parameters()), (X, Y), **PLAN)
 
 
+def test_a_model_of_another_width_is_told_what_it_was_given() -> None:
+    model = nn.Linear(7, 3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    said = f"clipwise gave the loss and the model the first two samples, tensors of [2, {X.shape[1]}], [2]"
+    assert caught.value.__notes__ == [said]
+
+
 def test_inference_mode_is_refused_at_the_start_and_at_a_step() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters())

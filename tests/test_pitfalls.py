@@ -283,6 +283,27 @@ def test_a_model_in_bfloat16_gets_noise_that_is_drawn_and_added_in_float64() -> 
         assert value.dtype == torch.float32 and not torch.equal(value, value.bfloat16().float())
 
 
+def test_class_weights_are_divided_out_by_normalising_methods_and_kept_by_flat_above_the_norms() -> None:
+    model, rare = linear(), Y == 1
+
+    def of_the_rare(method: cw.Method, weight: float) -> Tensor:
+        """How long the rare class's part of the clipped sum is, to that of the others."""
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            return cw.cross_entropy(model, batch) * torch.where(batch[1] == 1, weight, 1.0)
+
+        parts = []
+        for those in (rare, ~rare):
+            gradients = cw.per_sample(model, loss, (X[those], Y[those]))
+            total = gradients.weighted_sum(method.weigh(gradients.norms()))
+            parts.append(torch.cat([value.flatten() for value in total.values()]).norm())
+        return parts[0] / parts[1]
+
+    for method in (cw.normalised(), cw.automatic(), cw.psac(), cw.flat(0.01)):
+        assert of_the_rare(method, 10.0) < 1.1 * of_the_rare(method, 1.0)
+    torch.testing.assert_close(of_the_rare(cw.flat(100.0), 10.0), 10 * of_the_rare(cw.flat(100.0), 1.0))
+
+
 # The page
 
 

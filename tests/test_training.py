@@ -237,6 +237,18 @@ def test_epsilon_counts_what_an_earlier_ledger_holds() -> None:
     assert private.ledger.releases == 12 and private.epsilon() > already > 0
 
 
+def test_epsilon_at_another_delta_is_that_of_the_ledger_and_the_run_s_rows_per_person() -> None:
+    private = made(rows_per_person=2, accountant="pld")
+    for batch in private.batches():
+        private.step(batch)
+    found = private.epsilon(1e-6)
+    assert found == private.ledger.epsilon(1e-6, rows_per_person=2) > private.epsilon()
+    assert private.epsilon() == private.epsilon(PLAN["delta"])
+    for delta in (0.0, 1.0, -1e-5):
+        with pytest.raises(InputError, match="delta must be"):
+            private.epsilon(delta)
+
+
 # Refusals and bad input
 
 
@@ -384,10 +396,11 @@ def test_a_folder_in_use_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "run" / "precious").write_text("1")
     with pytest.raises(InputError, match="not empty: choose another$"):  # nothing in it can be resumed
         trained(folder=tmp_path / "run")
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "settings.toml").write_text("")
-    with pytest.raises(InputError, match="not empty: choose another, or resume what was begun in it$"):
-        trained(folder=tmp_path / "begun")
+    for begun in ("settings.toml", "checkpoint.pt"):  # the command's, and one made in Python
+        (tmp_path / begun).mkdir()
+        (tmp_path / begun / begun).write_text("")
+        with pytest.raises(InputError, match="not empty: choose another, or resume what was begun in it$"):
+            trained(folder=tmp_path / begun)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["precious"]
 
 
@@ -401,10 +414,16 @@ def test_a_folder_that_cannot_be_written_into_is_said_before_anything_is_compute
     assert [place.name for place in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("folder", [None, "nothing"])
-def test_resuming_without_a_run_is_an_error(folder: str | None, tmp_path: Path) -> None:
+def test_resuming_without_a_run_is_an_error_that_says_how_one_script_does_both(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="resume"):
-        trained(resume=True, folder=folder and tmp_path / folder)
+        trained(resume=True)
+    folder = tmp_path / "run"
+    with pytest.raises(InputError, match=r"the same line, write resume=os\.path\.exists\('.*/run/checkpoint\.pt'\)$"):
+        trained(resume=True, folder=folder)
+    with pytest.raises(KeyboardInterrupt):
+        trained(progress=Stop(2, folder), folder=folder, resume=os.path.exists(folder / "checkpoint.pt"))
+    run = trained(folder=folder, resume=os.path.exists(folder / "checkpoint.pt"))
+    assert run.statement.releases == 6
 
 
 def test_resuming_a_finished_run_is_told_so(tmp_path: Path) -> None:
@@ -805,6 +824,7 @@ def test_the_statement_names_a_seeded_generator_and_a_test_that_was_left_out() -
     seeded = made(noise=77).statement()
     assert seeded.generator == "seeded(77)" and "seeded(77)" in seeded.text() and "subtract this noise" in seeded.text()
     assert not seeded.self_tested and "turned off" in seeded.text()
+    assert str(seeded) == f"{seeded}" == seeded.text() and repr(seeded).startswith("Statement(epsilon=")
     secure = made(noise="secure", self_test=True).statement()
     assert secure.generator == "chacha20" and "subtract" not in secure.text() and "passed" in secure.text()
 

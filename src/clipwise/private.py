@@ -395,9 +395,10 @@ class Private:
         """What so many steps record."""
         return planned(self.dice, self.noise_multiplier, self.sampling_rate, steps)
 
-    def epsilon(self) -> float:
-        """ε spent so far, at the run's δ."""
-        return self.ledger.epsilon(self.delta, self.accountant, rows_per_person=self.rows_per_person)
+    def epsilon(self, delta: float | None = None) -> float:
+        """ε spent so far, at the run's δ unless another is given."""
+        delta = self.delta if delta is None else delta
+        return self.ledger.epsilon(delta, self.accountant, rows_per_person=self.rows_per_person)
 
     def statement(self) -> Statement:
         """What has been guaranteed so far, and how."""

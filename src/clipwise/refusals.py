@@ -96,6 +96,8 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
             whole = own.dtype if any(isinstance(part, nn.Embedding) for part in model.modules()) else formats[0]
             other = next((each for each in formats if each.is_floating_point), whole)
             if other == own.dtype or "type" not in str(error):
+                shapes = ", ".join(str(list(t.shape)) for t in tensors(rows))
+                error.add_note(f"clipwise gave the loss and the model the first two samples, tensors of {shapes}")
                 raise
             write = f"model.to({other})" if own.dtype in HALF else f"x.to({own.dtype})"
             raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error

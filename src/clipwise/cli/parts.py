@@ -98,6 +98,12 @@ def splits_for(config: Training) -> Splits:
     splits, model = load(config.data), model_of(config)
     vocabulary = config.vocabulary or splits.vocabulary
     if not models.takes_tokens(model):
+        if splits.vocabulary is not None:  # of words; whole numbers in an npz may be quantities
+            warnings.warn(
+                f"{model} reads each word's number as a quantity, which it is not, and will learn little: write "
+                f"--model {NETWORKS['text']}, or leave --model out",
+                stacklevel=2,
+            )
         return replace(splits, train=_numbers(splits.train), test=_numbers(splits.test)) if splits.tokens else splits
     if not splits.tokens:
         raise InputError(f"{model} takes whole numbers (tokens), got {config.data} with fractions: write --model mlp")

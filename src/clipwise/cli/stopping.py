@@ -20,7 +20,7 @@ from clipwise import methods
 from clipwise.cli.screen import Bar
 from clipwise.config import CompareConfig, ReproduceConfig, TrainConfig, Training, flag, from_toml, made
 from clipwise.report.folder import CHECKPOINT, LEDGER, SETTINGS, STATEMENT
-from clipwise.report.runs import command_of
+from clipwise.report.runs import command_of, resuming
 from clipwise.types import InputError
 
 C = TypeVar("C", TrainConfig, CompareConfig, ReproduceConfig)
@@ -120,6 +120,8 @@ def _refuse_other(place: Path, command: str) -> None:
     if command == "train":
         if not (place / CHECKPOINT).is_file():
             raise InputError(f"there is no run to resume in {place}: expected a folder with {CHECKPOINT}")
+        if not (place / SETTINGS).is_file():
+            raise InputError(f"the run in {place} was made in Python: go on with it there, by {resuming(place)}")
     elif held == "train" or (place / LEDGER).is_file():  # one made in Python may have no settings
         raise InputError(f"{place} holds one run: write clipwise train --resume {shlex.quote(str(place))}")
     elif held is None:

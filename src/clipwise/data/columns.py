@@ -186,6 +186,11 @@ def numeric(cell: Any) -> bool:
     return is_number(cell) or _WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None
 
 
+def is_text(cells: Sequence[Any]) -> bool:
+    """Whether most cells are several words, as texts are rather than categories."""
+    return 2 * sum(len(word(cell).split()) > 3 for cell in cells) > len(cells)
+
+
 def _strangers(cells: Cells, fits: Callable[[Any], bool], most: int = 4) -> list[str]:
     """The words in a column that do not fit, in order, for one message to name them all; the first if they are many."""
     found = list(dict.fromkeys(word(cell) for cell in cells if not fits(cell)))

@@ -39,9 +39,10 @@ class Source:
                 f"{key} must be a whole number of at least {least}, got {given!r}: write {key}={max(least, default)}"
             ) from None
 
-    def with_options(self, **changed: str) -> str:
-        """The text again with these options changed, in quotes for a shell."""
-        options = "&".join(f"{key}={value}" for key, value in {**self.options, **changed}.items())
+    def with_options(self, **changed: str | None) -> str:
+        """The text again with these options changed, or without those that are None, in quotes for a shell."""
+        given = {**self.options, **changed}.items()
+        options = "&".join(f"{key}={value}" for key, value in given if value is not None)
         return shlex.quote(f"{self.text.partition('?')[0]}?{options}")
 
     def listed(self, key: str) -> list[str]:

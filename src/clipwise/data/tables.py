@@ -21,7 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipwise.data.columns import AsIs, Cells, Meaning, Range, Values, is_date, is_number, meaning, numeric, word
+from clipwise.data.columns import (
+    AsIs,
+    Cells,
+    Meaning,
+    Range,
+    Values,
+    is_date,
+    is_number,
+    is_text,
+    meaning,
+    numeric,
+    word,
+)
 from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, unescaped
 from clipwise.data.splits import Splits, divided
@@ -157,9 +169,14 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
     said = said_of(source, tables[0])
     parts: list[tuple[Tensor, Tensor]] = []
     for table in tables:
-        y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
-        _refuse_words(source, table, said.columns)
-        parts.append((inputs(source, said, table), y))
+        try:
+            y = _labels(said.label, _column(source, table, said.name))  # first: it tells a file without names
+            _refuse_words(source, table, said.columns)
+            parts.append((inputs(source, said, table), y))
+        except InputError as error:
+            if not parts:
+                raise
+            raise InputError(f"in the test part, {error}") from error  # its lines are another file's
     train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
     _warn_of_bare(said.columns)
     _warn_of_idle(said.columns, tables[0])
@@ -248,6 +265,13 @@ def _ends(said: Range, cells: Cells) -> set[float]:
 def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) -> None:
     """Refuse columns of words of which nothing was said; the error is the line to write."""
     bare = {name: _column(source, table, name) for name, said in columns.items() if said == AsIs()}
+    texts = [name for name, cells in bare.items() if is_text(cells)]
+    if texts:
+        raise InputError(
+            f"the column {texts[0]} must hold numbers, got texts: write "
+            f"{source.with_options(columns=None, text=','.join(map(escaped, texts)))} to train on words alone, say "
+            f"'{escaped(texts[0])}:#16' if they are categories, or name the other columns in columns=…"
+        )
     words = [name for name, cells in bare.items() if not any(map(numeric, cells))]
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
@@ -286,7 +310,8 @@ def _labels(label: Range | Values, cells: Cells) -> Tensor:
         if word(cell) not in places:
             raise InputError(
                 f"the label {cells.name} must be one of {', '.join(label.names)}, got {word(cell)!r} in line {line}: "
-                f"name it too, 'label={cells.name}:{'|'.join(label.names)}|…', or remove the row"
+                "write classes as the file does; if this is one more, name it too, "
+                f"'label={cells.name}:{'|'.join(label.names)}|…', or remove the row"
             )
     return torch.tensor([places[word(cell)] for cell in cells])
 
@@ -324,5 +349,6 @@ def _other_separator(names: Iterable[str]) -> str | None:
 
 
 def _shown(names: Sequence[str] | Mapping[str, Any]) -> str:
-    few = [name if len(name) <= 40 else f"{name[:40]}…" for name in list(names)[:8]]
-    return ", ".join(few) + (", …" if len(names) > len(few) else "")
+    """A few of them, with the last one, which is often the label."""
+    cut = [name if len(name) <= 40 else f"{name[:40]}…" for name in names]
+    return ", ".join(cut if len(cut) <= 8 else [*cut[:7], "…", cut[-1]])

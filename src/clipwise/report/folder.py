@@ -42,7 +42,8 @@ def refuse_unfit(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, expected a folder that is new or empty: choose another")
     if folder.exists() and any(folder.iterdir()):
-        begun = (folder / SETTINGS).is_file() and not (folder / STATEMENT).is_file()
+        begun = any((folder / name).is_file() for name in (SETTINGS, CHECKPOINT))  # one made in Python has no settings
+        begun = begun and not (folder / STATEMENT).is_file()
         resume = ", or resume what was begun in it" if begun else ""
         raise InputError(f"the folder {folder} is not empty: choose another{resume}")
     made = [place for place in (folder, *folder.parents) if not place.exists()]
@@ -72,7 +73,10 @@ class RunFolder:
         if resume and not (self.path / CHECKPOINT).is_file():
             if (self.path / STATEMENT).is_file():
                 raise InputError(f"the run in {self.path} is finished: load its {MODEL}, or write another folder")
-            raise InputError(f"there is no run to resume in {self.path}: expected a folder with {CHECKPOINT}")
+            raise InputError(
+                f"there is no run to resume in {self.path}: expected a folder with {CHECKPOINT}; to begin a run or go "
+                f"on with it by the same line, write resume=os.path.exists({str(self.path / CHECKPOINT)!r})"
+            )
         if not resume:
             refuse_unfit(self.path)
         self.path.mkdir(parents=True, exist_ok=True)

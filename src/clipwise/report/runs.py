@@ -109,10 +109,12 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def resuming(run: Path) -> str:
-    """The command that goes on with this run, or with the comparison or experiment that it is a part of."""
+    """What goes on with this run, or with the comparison or experiment that it is a part of."""
     command = command_of(run.parent)
     if command in ("compare", "reproduce"):
         return f"clipwise {command} --resume {shlex.quote(str(run.parent))}"
+    if (run / CHECKPOINT).is_file() and not (run / SETTINGS).is_file():  # made in Python: no command knows its model
+        return f"clipwise.train(…, folder={str(run)!r}, resume=True)"
     return f"clipwise train --resume {shlex.quote(str(run))}"
 
 

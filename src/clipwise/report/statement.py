@@ -74,6 +74,10 @@ class Statement:
             **known,
         )
 
+    def __str__(self) -> str:
+        """What ``print`` shows: the lines for people, not all fields in one."""
+        return self.text()
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
