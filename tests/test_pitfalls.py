@@ -252,22 +252,7 @@ def test_a_data_set_that_is_made_again_for_another_transform_holds_each_sample_t
 # Noise
 
 
-@pytest.fixture
-def two_ranks() -> Any:
-    """This process as the first of two, in torch's own words."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_noise_cannot_be_drawn_once_per_rank_since_several_ranks_are_refused(two_ranks: Any) -> None:
-    with pytest.raises(Refused, match="one of 2 ranks.*train in one process"):
-        private_for(linear())
-
-
-def test_a_model_that_is_spread_over_devices_or_ranks_is_refused() -> None:
+def test_a_model_wrapped_for_several_devices_is_refused() -> None:
     with pytest.raises(Refused, match=r"DataParallel.*write model\.module"):
         private_for(nn.DataParallel(linear()))
 

@@ -1,11 +1,13 @@
 """What goes through the model: a step's samples are read, put on its device and become gradients, chunk by chunk.
 
 Receives: a model with its loss, data, and how many rows go through the model at a time.
-Gives: Passes; PublicState, what a step may look at beside its own samples; stacked, in which samples are read.
+Gives: Passes; PublicState, what a step may look at beside its own samples; stacked, in which samples are read;
+fingerprint, by which the same samples are known again.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,11 +21,12 @@ from clipwise.engine import ChunkEngine, Views, one_by_one
 from clipwise.methods import Method
 from clipwise.randomness import Stream
 from clipwise.records import Capture, SampleGradients, batch_size, device_of
+from clipwise.records.chance import kept, seeded
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.memory import free_bytes, largest_chunk
 from clipwise.records.states import Buffers, unmoved
-from clipwise.records.trees import on_device
-from clipwise.sampling import chunks, largest_batch, units
+from clipwise.records.trees import on_device, tensors
+from clipwise.sampling import CHUNK, chunks, largest_batch, units
 from clipwise.types import Batch, Gradient, InputError, Refused
 
 
@@ -40,6 +43,17 @@ def stacked() -> Iterator[None]:
             "batch of a list of samples, with torch.nn.utils.rnn.pad_sequence for instance, and let the model mask the "
             "padding"
         ) from error
+
+
+def fingerprint(data: RowDataset, samples: Tensor) -> bytes:
+    """SHA-256 of these samples in their order, whatever is drawn at random in reading them. Not private."""
+    found = hashlib.sha256()
+    with kept(()):
+        seeded(0)  # what is drawn is drawn alike
+        for piece in chunks(samples, CHUNK):
+            for column in tensors(data.rows(piece)):
+                found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return found.digest()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clipwise import self_test
+from clipwise import ranks, self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.ledger import totals
@@ -30,20 +29,19 @@ from clipwise.guard import Guarded
 from clipwise.methods import Method
 from clipwise.methods.method import Probe
 from clipwise.noise import release
-from clipwise.passes import AT_START, Passes, PublicState
+from clipwise.passes import AT_START, Passes, PublicState, fingerprint
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
 from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
-from clipwise.records.chance import kept, seeded
 from clipwise.records.checks import refuse_modules
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.switches import switches
 from clipwise.records.tf32 import full_on_cpu
-from clipwise.records.trees import on_device, tensors
+from clipwise.records.trees import on_device
 from clipwise.refusals import refuse_gradients, refuse_inference
 from clipwise.report import Statement
-from clipwise.sampling import CHUNK, chunks, poisson
+from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
@@ -142,7 +140,7 @@ class Private:
         self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
-        # of the batch that was drawn, where nobody can change them
+        # of the batch that was drawn this process's share, where nobody can change it
         self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
         self._earlier = earlier
@@ -176,6 +174,7 @@ class Private:
     @method.setter
     def method(self, method: Method) -> None:
         before = str(self._method)
+        ranks.check_method(method)
         for phase in method.phases:
             check_weights(phase, trainable(self.model))
         if _probes(method) - _probes(self._method):
@@ -234,8 +233,9 @@ class Private:
             with self._alone():
                 if self._drawn is None:  # an unused draw stays: choosing among draws is not Poisson sampling
                     stream = self._stream.at(self.steps_taken)
-                    self._indices = self._sampled(stream)
-                    self._drawn = PoissonBatch(self.steps_taken, self._indices.clone(), stream)
+                    drawn = self._sampled(stream)
+                    self._indices = ranks.share(drawn).clone()
+                    self._drawn = PoissonBatch(self.steps_taken, drawn, stream)
             yield self._drawn
             if self._drawn is not None:
                 raise InputError("the last batch was not used; write private.step(batch) for every batch")
@@ -347,6 +347,7 @@ class Private:
                 batch.stream, self._mode, computed, empty=not len(self._indices)
             )
         self._test_written(buffers, parameters)
+        private = ranks.added(private, batch.stream, parameters.values())
         if feedback is None or private.residual is None or plan is None:
             following = self._hidden if momenta is None else momenta.following()
             return private, PoissonGaussian(self.noise_multiplier, self.sampling_rate), following
@@ -488,13 +489,8 @@ class Private:
     @functools.cached_property
     def fingerprint(self) -> Tensor:
         """SHA-256 of all samples in their order: 32 bytes, the same whatever the run's chunk. Not private."""
-        found = hashlib.sha256()
-        with kept(()):
-            seeded(0)  # what is drawn in reading is drawn alike
-            for piece in chunks(torch.arange(len(self.data), device="cpu"), CHUNK):
-                for column in tensors(self.data.rows(piece)):
-                    found.update(column.to_dense().cpu().flatten().view(torch.uint8).numpy().tobytes())
-        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
+        every = torch.arange(len(self.data), device="cpu")
+        return torch.frombuffer(bytearray(fingerprint(self.data, every)), dtype=torch.uint8)
 
     def rows(self, samples: Tensor) -> Batch:
         """The data of these samples, on the model's device. Not private."""

@@ -200,7 +200,45 @@ class SecureStream(Stream):
         return self
 
 
-class SeededStream(Stream):
+class _Keyed(Stream):
+    """Random numbers of one key: the same ones wherever the key is known."""
+
+    def __init__(self, name: str, key: bytes) -> None:
+        self.name, self._key = name, key
+        self._blocks = [0, 0, 0, 0]  # by use: uniforms, normals, noise on CUDA, seeds
+
+    def _next(self, use: int) -> tuple[bytes, bytes]:
+        self._blocks[use] += 1
+        return self._key, bytes(4) + use.to_bytes(4, "little") + self._blocks[use].to_bytes(8, "little")
+
+
+class SharedStream(_Keyed):
+    """Secret random numbers that the processes of one run have in common, which each draws for itself.
+
+    The key comes from one process's operating system. *Guarantees.* No two steps share numbers, also where a step is
+    begun again; those of a step are the same in every process, but for seeds, which are a process's own.
+    """
+
+    def __init__(self, key: bytes, process: int) -> None:
+        """Process number ``process`` of those that have this key."""
+        super().__init__(SecureStream.name, key)
+        self._process, self._begun = process, 0
+
+    def _next(self, use: int) -> tuple[bytes, bytes]:
+        key, nonce = super()._next(use)
+        return (_derived(key, f"process {self._process}") if use == 3 else key), nonce
+
+    def at(self, step: int) -> SharedStream:
+        """A stream for the step that is begun now."""
+        self._begun += 1
+        return SharedStream(_derived(self._key, f"step {self._begun}"), self._process)
+
+
+def _derived(key: bytes, use: str) -> bytes:
+    return hashlib.sha256(key + use.encode()).digest()
+
+
+class SeededStream(_Keyed):
     """Random numbers that anyone with the seed can repeat: for tests, never for a release that must stay private.
 
     *Guarantees.* The same seed and step give the same numbers; steps are independent of each other, and so are the
@@ -210,14 +248,9 @@ class SeededStream(Stream):
 
     def __init__(self, seed: int, step: int | None = None) -> None:
         """A stream for the seed, and for one step of it."""
-        self.name = f"seeded({whole('seed', seed, least=0)})"
+        name = f"seeded({whole('seed', seed, least=0)})"
+        super().__init__(name, hashlib.sha256(f"clipwise seed {seed} step {step}".encode()).digest())
         self._seed = seed
-        self._key = hashlib.sha256(f"clipwise seed {seed} step {step}".encode()).digest()
-        self._blocks = [0, 0, 0, 0]  # by use: uniforms, normals, noise on CUDA, seeds
-
-    def _next(self, use: int) -> tuple[bytes, bytes]:
-        self._blocks[use] += 1
-        return self._key, bytes(4) + use.to_bytes(4, "little") + self._blocks[use].to_bytes(8, "little")
 
     def at(self, step: int) -> SeededStream:
         """The stream of that step, from its beginning: a resumed run repeats it."""

@@ -36,7 +36,7 @@ def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[s
     _check_loss(loss)
     _refuse_compiled(model)
     refuse_modules(model)
-    _refuse_ranks(model)
+    _refuse_parallel(model)
     parameters = trainable(model)
     _check_optimizer(optimizer, model, parameters)
     _refuse_looking(optimizer, model)
@@ -148,18 +148,11 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def _refuse_ranks(model: nn.Module) -> None:
-    """Refuse several processes: each would draw noise of its own, and a ledger would count its own releases alone."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    ranks = torch.distributed.get_world_size() if distributed else 1
-    if ranks > 1:
-        raise Refused(
-            f"a private run is one process, got one of {ranks} ranks: noise drawn once per rank, or twice the same, is "
-            "not the noise that ε is computed from; train in one process, without torch.distributed"
-        )
+def _refuse_parallel(model: nn.Module) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise Refused(
-            f"expected a model on one device, got {type(model).__name__}, which splits batches; write model.module"
+            f"expected the model itself, got {type(model).__name__}, which splits batches or adds up gradients without "
+            "noise: write model.module; for several GPUs make the run in as many processes, with torchrun"
         )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from clipwise import methods, postprocess
+from clipwise import methods, postprocess, ranks
 from clipwise.accounting import Ledger
 from clipwise.accounting import spent as spent_on
 from clipwise.accounting.calibration import least_noise, steps_in
@@ -33,6 +34,7 @@ from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
+from clipwise.passes import fingerprint
 from clipwise.plain import rounded_up
 from clipwise.postprocess import Post, identity
 from clipwise.private import Private
@@ -101,6 +103,7 @@ def make_private(
     spent: what was released from these data before; it counts towards ``epsilon`` and stands in the statement.
     ledger: where this run is recorded, behind what it holds already, which counts too.
     """
+    ranks.refuse_apart()
     # first what needs no data, then what needs few, then the noise, whose calibration takes seconds
     parameters = check_model(model, loss, optimizer)
     delta = fraction("delta", delta, open_end=True)
@@ -109,6 +112,7 @@ def make_private(
     asked = positive("noise_multiplier", noise_multiplier or 0) if epsilon is None else positive("epsilon", epsilon)
     spent_on((), delta, accountant, rows_per_person=rows_per_person)  # refuses what it does not know
     chosen, after = methods.as_method("flat" if method is None else method), _post(post)
+    ranks.check_method(chosen)
     for phase in chosen.phases:
         check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream = stream_of(noise)
@@ -131,7 +135,7 @@ def make_private(
         warn_of_named("views", views, dataset)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
-    size = _chunk(chunk, batch, rows, compile)
+    size = _chunk(chunk, batch / ranks.count(), rows, compile)
     _warn_of_trained(model, earlier)
     if self_test and not any(phase.companions for phase in chosen.phases):  # a model of units takes no single rows
         try_loss(model, loss, dataset)
@@ -141,6 +145,19 @@ def make_private(
     sigma = asked
     if epsilon is not None:
         sigma = _calibrated(plan, asked, rate, count, earlier, delta, accountant, rows_per_person)
+    if ranks.count() > 1:
+        few = torch.tensor([0, rows // 2, rows - 1], device="cpu")
+        same = {
+            "data": (rows, fingerprint(dataset, few).hex()),
+            "parameters": {name: list(p.shape) for name, p in parameters.items()},
+            "method": str(chosen),
+            "batch": batch,
+            "steps": count,
+            "noise_multiplier": sigma,
+            "noise": stream.name,
+            "post": str(after),
+        }
+        stream = ranks.begin(model, stream, same)
     private = Private(
         model,
         optimizer,
@@ -289,7 +306,7 @@ def _check_one(what: str, example: str, **given: float | None) -> None:
         raise InputError(f"say {what} by {only}one of {' or '.join(given)}; write for instance {example}")
 
 
-def _chunk(chunk: int | str | None, batch: int, rows: int, compile: bool) -> int:
+def _chunk(chunk: int | str | None, batch: float, rows: int, compile: bool) -> int:
     """How many rows go through the model at a time; a compiled chunk holds nearly every Poisson batch whole."""
     if isinstance(chunk, Integral):
         return whole("chunk", chunk)

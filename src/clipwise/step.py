@@ -33,7 +33,7 @@ LOST = 1e5 * torch.finfo(torch.float32).tiny ** 0.5
 
 @dataclass(frozen=True)
 class Observed:
-    """What the data's owner may see of a step. Not private: never part of a release, a checkpoint or a report."""
+    """What the data's owner may see of a step, of one process's share. Not private: in no release, file or report."""
 
     samples: int
     lost: tuple[Callable[[], int], ...] = field(repr=False)  # in each chunk; to ask a GPU is to wait for it

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from clipwise import methods
+from clipwise import methods, ranks
 from clipwise.accounting import Ledger, spent
 from clipwise.accounting.ledger import counts, listed, totals
 from clipwise.diagnostics import Monitor
@@ -37,7 +37,7 @@ from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
 from clipwise.start import Privacy, make_private
 from clipwise.trained import forget_trained, note_trained
-from clipwise.types import InputError, Refused, fraction, instead, whole
+from clipwise.types import Event, InputError, Refused, fraction, instead, whole
 
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
@@ -127,9 +127,10 @@ def train(
     for wanted, name in ((resume, "resume"), (tensorboard, "tensorboard")):
         if wanted and folder is None:
             raise InputError(f"{name} needs the folder of the run; write folder=…")
-    place = RunFolder(folder, resume=True) if folder is not None and resume else None
-    if folder is not None and not resume:
-        refuse_unfit(Path(folder))  # now: calibration and the self-test take seconds
+    keeps = folder if ranks.first() else None  # of several processes one writes
+    place = RunFolder(keeps, resume=True) if keeps is not None and resume else None
+    if keeps is not None and not resume:
+        refuse_unfit(Path(keeps))  # now: calibration and the self-test take seconds
     if tensorboard:
         writer()  # it must be installed
     if resume:
@@ -142,7 +143,8 @@ def train(
         )
     if folder is not None:
         _refuse_unwritten(private.method)
-        place = place or _new_folder(folder, private, settings)  # after every check: bad input leaves no folder
+    if keeps is not None:
+        place = place or _new_folder(keeps, private, settings)  # after every check: bad input leaves no folder
     ema = moving_average(model, average) if average else None
     board = Board(place.path) if tensorboard and place is not None else None
     loop = _Loop(private, schedule, average, ema, place, evaluate, monitor, board)
@@ -307,19 +309,26 @@ class _Loop:
             if goes_on[name] != was:
                 raise InputError(f"{name} must be what the run began with, {was}, got {goes_on[name]}")
 
-    def restore(self) -> None:
+    def kept(self) -> tuple[dict[str, Any], dict[str, Any] | None, list[tuple[Event, int]]]:
+        """What the folder holds of the run: its checkpoint, its private state and its ledger."""
         assert self.folder is not None
-        state = self.folder.load(CHECKPOINT)
-        self._refuse_another(state)
-        ledger = self.folder.ledger()  # what was spent before is in it
+        state, ledger = self.folder.load(CHECKPOINT), self.folder.ledger()  # what was spent before is in it
         if lost := counts(state["recorded"]) - counts(listed(ledger.entries)):
             raise Refused(
                 f"the ledger in {self.folder.path} holds {ledger.releases} releases, and lacks {lost.total()} of the "
                 f"{state['releases']} that the checkpoint knows of, such as {next(iter(lost))}: ε would be too small; "
                 "restore the ledger's file"
             )
-        self.private.record_in(ledger)
         hidden = self.folder.load(HIDDEN) if (self.folder.path / HIDDEN).exists() else None
+        return state, hidden, ledger.entries
+
+    def restore(self) -> None:
+        state, hidden, entries = ranks.told(self.kept)
+        self._refuse_another(state)
+        ledger = Ledger() if self.folder is None else self.folder.ledger()
+        if self.folder is None:
+            ledger.extend(entries)
+        self.private.record_in(ledger)
         if hidden and WHOSE in hidden and not torch.equal(hidden.pop(WHOSE), self.private.fingerprint):
             raise Refused(
                 "the samples are not those of the run, in their order, so that one's momentum would become another's "
@@ -336,8 +345,9 @@ class _Loop:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["average"])
-        self.folder.forget_after(state["step"])
-        self.metrics, self.looks = [*self.folder.metrics()], [*self.folder.diagnostics()]
+        if self.folder is not None:
+            self.folder.forget_after(state["step"])
+            self.metrics, self.looks = [*self.folder.metrics()], [*self.folder.diagnostics()]
 
     def _warn_of_repeated(self, repeated: int) -> None:
         private = self.private
