@@ -58,12 +58,12 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def trained(method: str, **options: Any) -> torch.Tensor:
-    model = net()
+def trained(method: str, device: str = "cpu", **options: Any) -> torch.Tensor:
+    model = net().to(device)
     private = private_for(model, method=method, noise=7, self_test=False, **options)
     for batch in private.batches():
         private.step(batch)
-    return weights(model)
+    return weights(model).cpu()
 
 
 def of_noise_alone() -> tuple[torch.Tensor, float]:
@@ -155,6 +155,17 @@ def one_of_several(rank: int, place: str) -> None:
         dist.destroy_process_group()
 
 
+def one_on_a_gpu(rank: int, place: str) -> None:
+    """What each of several processes on one GPU does."""
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=PROCESSES)
+    try:
+        left = {method: trained(method, "cuda") for method in METHODS}
+        torch.save(left, f"{place}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each process leaves."""
@@ -222,6 +233,15 @@ def test_a_run_of_several_processes_leaves_one_folder_and_is_resumed(
 def test_processes_that_do_not_make_one_run_are_refused(left: list[dict[str, Any]], what: str, says: str) -> None:
     for one in left:
         assert re.search(says, one["said"][what]), one["said"][what]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_several_processes_on_a_gpu_train_as_one_does(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(one_on_a_gpu, (str(tmp_path),), nprocs=PROCESSES)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(PROCESSES))
+    for method in METHODS:
+        assert torch.equal(first[method], second[method])
+        torch.testing.assert_close(first[method], trained(method, "cuda"), rtol=1e-5, atol=1e-6)
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
