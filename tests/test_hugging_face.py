@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here needs the network
@@ -207,3 +210,22 @@ def test_dropout_in_training_mode_is_followed() -> None:
     theirs = torch.autograd.grad(label(model, batch).sum(), list(model.parameters()))
     size = torch.cat([g.flatten() for g in theirs]).abs().max()
     assert all((a - b).abs().max() <= 1e-10 * size for a, b in zip(ours.values(), theirs, strict=True))
+
+
+def test_the_example_fine_tunes_a_saved_model(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = transformers.BertConfig(**SIZE, vocab_size=len(words), max_position_embeddings=8)
+    transformers.BertModel(config).half().save_pretrained(tmp_path)
+    for name, rows in (("train", 60), ("dev", 10)):
+        lines = [f"a {words[5 + i % 2]} film\t{i % 2}" for i in range(rows)]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    example = Path(__file__).parent.parent / "examples/fine_tune.py"
+    arguments = f"{example} . train.tsv dev.tsv --epsilon 8 --epochs 0.5 --batch 20 --tokens 6"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, *arguments.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "measured: step 2, epsilon" in done.stdout and "accuracy" in done.stdout

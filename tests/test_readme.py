@@ -23,7 +23,8 @@ from clipwise.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-EXAMPLES = sorted((ROOT / "examples").glob("**/*.py"))
+# but those that are given files: tests/test_hugging_face.py runs fine_tune.py
+EXAMPLES = sorted({*(ROOT / "examples").glob("**/*.py")} - {ROOT / "examples/fine_tune.py"})
 
 
 class Block(NamedTuple):
