@@ -45,7 +45,7 @@ def net(seed: int = 0) -> nn.Module:
 
 def shaken(rows: Any, count: int, generator: torch.Generator) -> Any:
     x, y = (part.repeat_interleave(count, 0) for part in rows)
-    return x + 0.1 * torch.randn(x.shape, generator=generator).to(x), y
+    return x + 0.1 * torch.randn(x.shape, generator=generator, device=generator.device).to(x), y
 
 
 def private_for(model: nn.Module, rows: Any = None, **options: Any) -> cw.Private:
