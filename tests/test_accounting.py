@@ -723,6 +723,11 @@ def test_a_statement_says_in_words_what_its_epsilon_means_and_rounds_it_up():
     assert much.epsilon > 14 and " = " not in " ".join(much.text().split()).split("meaning")[1].split("accountant")[0]
 
 
+def test_a_statement_before_the_first_release_names_the_usual_grid():
+    _, statement = stated()
+    assert statement.epsilon == 0 and "grid 0.0001, 0 steps" in statement.text()
+
+
 def test_a_statement_names_what_was_spent_before_the_steps_and_counts_it():
     _, plain = stated(A)
     _, more = stated(A, A, earlier=[(Gaussian(5.0, "means of the scattering features"), 1)])

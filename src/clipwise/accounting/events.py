@@ -182,7 +182,7 @@ def counted(entries: Iterable[tuple[Event, int]], rows: int = 1) -> Counter[Cost
 
 def _interval(costs: Counter[Cost]) -> float:
     most = squares = 0.0
-    enough = math.inf
+    enough = math.inf if costs else DISCRETISATION
     for cost, count in costs.items():
         always, mixture = cost.memory / cost.sigma, _is_mixture(cost)
         signal, amplified = _signals(cost)
