@@ -538,6 +538,20 @@ def test_other_separators_names_and_signs_in_values(tmp_path: Path) -> None:
     assert x[:, -1].tolist() == [number("0", 10_000), number("2", 10_000)]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_a_marked_file_of_a_windows_program_is_read_whatever_its_encoding(tmp_path: Path, encoding: str) -> None:
+    """Excel's "Unicode Text" is UTF-16."""
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    path = tmp_path / "t.txt"
+    for name, text, said in (
+        ("csv", "Größe\ty\r\n0\tp\r\n2\tŁódź\r\n", "separator=tab&"),
+        ("jsonl", '{"Größe": 0, "y": "p"}\r\n{"Größe": 2, "y": "Łódź"}\r\n', ""),
+    ):
+        path.write_bytes((mark + text).encode(encoding))
+        x, y = every(load(f"{name}:{path}?{said}label=y:p|Łódź&columns=Größe:0..2&test_file={path}").train)
+        assert x.tolist() == [[-1.0], [1.0]] and y.tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("cell", "lines"), [('"so much', "5 and 21"), ('"so" much', "5 and 5"), ('"so \\"much\\""', "5 and 5")]
 )
@@ -752,10 +766,10 @@ def test_a_bad_jsonl_file_is_an_error_of_one_line(tmp_path: Path, text: str, mes
 
 
 def test_a_file_that_is_no_text_or_no_file_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_bytes(b"\xff\xfe\x00a")
+    (tmp_path / "t.csv").write_bytes(b"\xff\x00a")
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "must be a text file in UTF-8")
     (tmp_path / "t.csv").write_text("town,y\nMünster,0\n", encoding="latin-1")
-    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8")
+    refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "or by iconv -f WINDOWS-1252 -t UTF-8")
     refused(f"csv:{tmp_path}?label=y:0|1", "is a folder: write csv:PATH")
     (tmp_path / "t.csv").write_bytes(gzip.compress(b"a,y\n1,0\n"))
     refused(f"csv:{tmp_path}/t.csv?label=y:0|1", "got a gzip file: unpack it")

@@ -6,6 +6,7 @@ Gives: Splits; a row's numbers come from that row and from what the user said, n
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -65,9 +66,17 @@ def read(source: Source, path: Path, without: str | None = None) -> Table:
     except (OSError, UnicodeError, csv.Error) as error:
         encoded_otherwise = isinstance(error, UnicodeError)
         packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
-        write = "save it as UTF-8, such as by iconv -f LATIN1 -t UTF-8" if encoded_otherwise else "write it anew"
+        excel = "save it as 'CSV UTF-8', as Excel calls it, or by iconv -f WINDOWS-1252 -t UTF-8"
+        write = excel if encoded_otherwise else "write it anew"
         got = PACKED[packed] if packed else f"{error}: {write}"
         raise InputError(f"{path} must be a text file in UTF-8 with rows, got {got}") from error
+
+
+def _text_of(path: Path) -> str:
+    """In UTF-8, or in UTF-16 behind its mark, as Excel saves "Unicode Text" and PowerShell writes files."""
+    with path.open("rb") as file:
+        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return path.read_text(encoding="utf-16" if marked else "utf-8-sig")
 
 
 def _csv(source: Source, without: str | None, path: Path) -> Table:
@@ -78,7 +87,7 @@ def _csv(source: Source, without: str | None, path: Path) -> Table:
     separator = SEPARATORS.get(given, unescaped(given))
     if len(separator) != 1:
         raise InputError(f"separator must be one sign or {', '.join(SEPARATORS)}, got {given!r}: write separator=;")
-    return read_csv(path, path.read_text(encoding="utf-8-sig"), names, separator, quoted=not tabs, without=without)
+    return read_csv(path, _text_of(path), names, separator, quoted=not tabs, without=without)
 
 
 def read_csv(
@@ -129,7 +138,7 @@ def read_csv(
 def _jsonl(path: Path) -> Table:
     table: Table = {}
     lines: list[int] = []
-    for line, text in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+    for line, text in enumerate(_text_of(path).split("\n"), start=1):
         if not text.strip():
             continue
         try:
