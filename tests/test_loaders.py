@@ -689,12 +689,44 @@ def test_dates_are_numbers_of_days_between_two_that_were_said(tmp_path: Path) ->
     path = table(tmp_path, "seen,y\n" + "2020-01-01,0\n,1\n" * 5)
     data = load(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21|&test_file={path}")
     assert data.train.data[0][:2].tolist() == [[-1, 0], [0, 1]]
-    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21", "must hold dates such as 2024-02-29, got ''")
-    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-21..2020-01-01", "2030-12-31 for dates")
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21", "must hold dates such as 2100-12-31, got ''")
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-21..2020-01-01", "01.01.2000..31.12.2030 for dates")
     refused(f"csv:{path}?label=seen:2020-01-01..2020-01-21&columns=y", "must be said to be classes or a range")
     said = refused(f"csv:{path}?label=y:0|1", "with the first and the last day that you know")
     (line,) = (word for word in shlex.split(said) if word.startswith("csv:"))
-    assert line.endswith("columns=seen:1900-01-01..2100-01-01|") and load(line).shape == (2,)
+    assert line.endswith("columns=seen:1900-01-01..2100-12-31|") and load(line).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("ends", "days", "said"),
+    [
+        ("01.01.2020..21.01.2020", ("01.01.2020", "11.1.2020 12:00", "21.01.2020"), "01.01.1900..31.12.2100"),
+        ("01/01/2020..21/01/2020", ("01/01/2020", "11/01/2020 12:00", "21/01/2020"), "01/01/1900..31/12/2100"),
+        ("1/1/2020..1/21/2020", ("1/1/2020 0:00", "1/11/2020 12:00", "1/21/2020"), "01/01/1900..12/31/2100"),
+        ("01-01-2020..21-01-2020", ("01-01-2020", "11-01-2020 12:00", "21-01-2020"), "01-01-1900..31-12-2100"),
+    ],
+)
+def test_dates_are_read_as_the_ends_of_their_range_are_written(
+    tmp_path: Path, ends: str, days: tuple[str, ...], said: str
+) -> None:
+    path = table(tmp_path, "seen,y\n" + "".join(f"{day},{n % 2}\n" for n, day in enumerate(days)) * 2)
+    data = load(f"csv:{path}?label=y:0|1&columns=seen:{ends}&test_file={path}")
+    assert data.train.data[0][:3].flatten().tolist() == pytest.approx([-1, 0.05, 1])
+    (line,) = (word for word in shlex.split(refused(f"csv:{path}?label=y:0|1", "the last day")) if "csv:" in word)
+    assert line.endswith(f"columns=seen:{said}") and load(line).shape == (1,)
+    iso = f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21"
+    refused(iso, f"write the range as the file has its dates, as in seen:{said}")
+
+
+def test_nobody_guesses_whether_the_day_or_the_month_stands_in_front(tmp_path: Path) -> None:
+    path = table(tmp_path, "seen,y\n" + "02/01/2020,0\n01/02/2020,1\n" * 5)
+    refused(f"csv:{path}?label=y:0|1&columns=seen:01/01/2020..01/02/2020", "let it end on 31/12/2100 or 12/31/2100")
+    refused(f"csv:{path}?label=y:0|1", "(or seen:01/01/1900..12/31/2100 if its months come first)")
+    both = "as in seen:01/01/1900..31/12/2100 or 01/01/1900..12/31/2100"
+    refused(f"csv:{path}?label=y:0|1&columns=seen:2020-01-01..2020-01-21", both)
+    for ends, expected in (("01/01/2020..31/01/2020", [-1 + 2 / 30, 1]), ("01/01/2020..01/31/2020", [1, -1 + 2 / 30])):
+        x, _ = every(load(f"csv:{path}?label=y:0|1&columns=seen:{ends}&test_file={path}").train)
+        assert x[:2].flatten().tolist() == pytest.approx(expected)
 
 
 def test_a_comma_within_a_value_is_explained(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,15 +38,15 @@ class Cells(list[Any]):
 class Range:
     """A number between two public ones: mapped to [−1, 1] by itself or by log(1 + v), and clipped to it.
 
-    With ``dates`` cells are dates, and numbers are days. ``missing`` are the words that stand where there is none: 0,
-    the middle, and a one-hot row behind it.
+    With ``dates``, a notation such as %d.%m.%Y, cells are dates, and numbers are days. ``missing`` are the words that
+    stand where there is none: 0, the middle, and a one-hot row behind it.
     """
 
     low: float
     high: float
     log: bool = False
     missing: tuple[str, ...] = ()
-    dates: bool = False
+    dates: str = ""
 
     def __call__(self, cells: Cells) -> NDArray[np.float64]:
         """[n, 1 + number of words]."""
@@ -54,7 +55,7 @@ class Range:
         there = [(cell, line) for gone, cell, line in zip(none, cells, cells.lines, strict=True) if not gone]
         known = np.full(len(cells), self.low)
         limits = "FIRST..LAST" if self.dates else "log(LOW..HIGH)" if self.log else "LOW..HIGH"
-        known[~none] = (_days if self.dates else _numbers)(
+        known[~none] = (partial(_days, self.dates) if self.dates else _numbers)(
             Cells(cells.name, [cell for cell, _ in there], [line for _, line in there]),
             said=limits + "".join(f"|{escaped(each)}" for each in self.missing),
         )
@@ -112,16 +113,22 @@ def meaning(text: str) -> tuple[str, Meaning]:
     if said.startswith("#"):
         return name, Buckets(_whole(name, said[1:]))
     if match and (match[1] is None) == (match[4] is None):
-        dates = not match[1] and all(is_date(limit) for limit in (match[2], match[3]))
+        limits = (match[2], match[3])
+        dates, *others = ([] if match[1] else notations(limits)) or [""]
+        if others:
+            raise InputError(
+                f"the range of {name} must say whether the day or the month stands in front, got {number!r}: let it "
+                f"end on {_LAST:{dates}} or {_LAST:{others[0]}}"
+            )
         try:
-            low, high = (_day(limit) if dates else float(limit) for limit in (match[2], match[3]))
+            low, high = (_day(limit, dates) if dates else float(limit) for limit in limits)
         except ValueError:
             low = high = np.nan
         words = tuple(map(unescaped, missing))
         if not (np.isfinite([low, high]).all() and low < high and (low > -1 or not match[1])):
             raise InputError(
                 f"the range of {name} must be LOW..HIGH with LOW < HIGH, got {number!r}: write {name}:0..100, or "
-                f"{name}:2000-01-01..2030-12-31 for dates"
+                f"{name}:2000-01-01..2030-12-31 or {name}:01.01.2000..31.12.2030 for dates"
             )
         if len(set(words)) < len(words) or any(".." in each for each in words):
             raise InputError(
@@ -146,36 +153,57 @@ def is_number(cell: Any) -> bool:
         return False
 
 
-def is_date(cell: Any) -> bool:
-    """Whether a cell is a date, perhaps with a time, as ISO 8601 writes it: 2024-02-29 or 2024-02-29 13:30."""
+# A range's ends say which one its column has: nobody can tell from 01/02/2024 which is the day.
+_NOTATIONS = ("%Y-%m-%d", "%Y/%m/%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y")
+_DATE = re.compile(r"([\d./-]+)(?:[T ] *(\d.*))?")
+_FIRST, _LAST = datetime.date(1900, 1, 1), datetime.date(2100, 12, 31)
+
+
+def notations(cells: Sequence[Any]) -> list[str]:
+    """The notations in which every cell is a date, perhaps with a time: several where no day is above 12."""
+    return [notation for notation in _NOTATIONS if all(_is_date(cell, notation) for cell in cells)]
+
+
+def wide_range(notation: str) -> str:
+    """A range of dates, for whoever has not said one."""
+    return f"{_FIRST:{notation}}..{_LAST:{notation}}"
+
+
+def _is_date(cell: Any, notation: str) -> bool:
     try:
-        _day(cell)
+        _day(cell, notation)
     except ValueError:
         return False
     return True
 
 
-_DATE = re.compile(r"\d{4}-\d\d-\d\d.*", re.DOTALL)
-
-
-def _day(cell: Any) -> float:
+def _day(cell: Any, notation: str) -> float:
     """The day's number, and with a time a part of it; ValueError where the cell is no date."""
-    if not isinstance(cell, str) or not _DATE.fullmatch(cell.strip()):
+    match = _DATE.fullmatch(cell.strip()) if isinstance(cell, str) else None
+    if match is None:
         raise ValueError("no date")
-    moment = datetime.datetime.fromisoformat(cell.strip()).replace(tzinfo=None)
+    time = match[2] or "00:00"
+    clock = datetime.time.fromisoformat(f"0{time}" if time[1:2] == ":" else time)  # 8:05
+    moment = datetime.datetime.combine(datetime.datetime.strptime(match[1], notation), clock.replace(tzinfo=None))
     return (moment - datetime.datetime.min) / datetime.timedelta(days=1)
 
 
-def _days(cells: Cells, said: str) -> NDArray[np.float64]:
+def _days(notation: str, cells: Cells, said: str) -> NDArray[np.float64]:
     """[n]; as with numbers, a cell that is no date is an error."""
     for line, cell in zip(cells.lines, cells, strict=True):
-        if not is_date(cell):
-            also = "".join(f"|{escaped(each)}" for each in _strangers(cells, is_date))
-            raise InputError(
-                f"the column {cells.name} must hold dates such as 2024-02-29, got {word(cell)!r} in line {line}: write "
-                f"it so, or '{escaped(cells.name)}:{said}{also}' where a date is missing"
+        if not _is_date(cell, notation):
+            ranges = " or ".join(map(wide_range, notations(cells)))
+            also = "".join(f"|{escaped(each)}" for each in _strangers(cells, lambda each: _is_date(each, notation)))
+            write = (
+                f"the range as the file has its dates, as in {cells.name}:{ranges}"
+                if ranges
+                else f"it so, or '{escaped(cells.name)}:{said}{also}' where a date is missing"
             )
-    return np.array([_day(cell) for cell in cells])
+            raise InputError(
+                f"the column {cells.name} must hold dates such as {_LAST:{notation}}, got {word(cell)!r} in "
+                f"line {line}: write {write}"
+            )
+    return np.array([_day(cell, notation) for cell in cells])
 
 
 _WRITTEN_OTHERWISE = re.compile(r"[-+]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£]?")  # 0,5 or 1,234.5 or 12 % or $3
@@ -183,7 +211,7 @@ _WRITTEN_OTHERWISE = re.compile(r"[-+]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£]?")  #
 
 def numeric(cell: Any) -> bool:
     """Whether a cell is a number, perhaps written as only people read it."""
-    return is_number(cell) or _WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None
+    return is_number(cell) or (_WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None and not notations([cell]))
 
 
 def is_text(cells: Sequence[Any]) -> bool:

@@ -28,11 +28,12 @@ from clipwise.data.columns import (
     Meaning,
     Range,
     Values,
-    is_date,
     is_number,
     is_text,
     meaning,
+    notations,
     numeric,
+    wide_range,
     word,
 )
 from clipwise.data.datasets import Arrays
@@ -285,10 +286,11 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
     if words:
         items = source.listed("columns") or [escaped(name) for name in columns]
         first = bare[words[0]]
-        meant = {escaped(name): _dates(bare[name]) or "#16" for name in words}
+        meant = {escaped(name): (_dates(bare[name]) or ["#16"])[0] for name in words}
         items = [f"{item}:{meant[name]}" if (name := escaped(unescaped(item))) in meant else item for item in items]
         how = (
             "with the first and the last day that you know it can hold"
+            + "".join(f" (or {escaped(words[0])}:{other} if its months come first)" for other in _dates(first)[1:])
             if _dates(first)
             else f"for 16 buckets of its values, or '{escaped(words[0])}:VALUE|VALUE' with those that you know it has"
         )
@@ -299,11 +301,11 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
         )
 
 
-def _dates(cells: Cells) -> str:
-    """What a column of dates is until somebody says more, from no cell's date; nothing for another column."""
-    blank = [cell for cell in cells if word(cell) == ""]
-    dates = len(blank) < len(cells) and all(is_date(cell) or word(cell) == "" for cell in cells)
-    return f"1900-01-01..2100-01-01{'|' if blank else ''}" if dates else ""
+def _dates(cells: Cells) -> list[str]:
+    """What a column of dates may be until somebody says more, from no cell's date; nothing for another column."""
+    there = [cell for cell in cells if word(cell) != ""]
+    blank = "|" if len(there) < len(cells) else ""
+    return [f"{wide_range(notation)}{blank}" for notation in notations(there)] if there else []
 
 
 def _labels(label: Range | Values, cells: Cells) -> Tensor:
