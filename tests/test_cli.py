@@ -645,6 +645,8 @@ def test_compare_refuses_what_it_cannot_train(
         (["--epsilon", "1", "--optimizer", "adam", "--momentum", "0.5"], "the optimizer adam has no momentum"),
         (["--epsilon", "1", "--momentum", "-2"], "Invalid momentum value: -2.0"),
         (["--epsilon", "1", "--learning-rate", "0"], "learning_rate must be a number above 0"),
+        (["--epsilon", "1", "--device", "mps"], "unknown device 'mps': write cpu, cuda or cuda:1"),
+        (["--epsilon", "1", "--device", "gpu"], "unknown device 'gpu': write cpu, cuda or cuda:1"),
         (["--epsilon", "1", "--schedule", "cosin"], "unknown schedule 'cosin': did you mean 'cosine'?"),
         (["--epsilon", "1", "--accountant", "pdl"], "unknown accountant 'pdl': did you mean 'pld'?"),
         (["--epsilon", "1", "--threads", "0"], "threads must be a whole number of at least 1, got 0"),

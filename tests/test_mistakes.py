@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
@@ -153,6 +154,25 @@ def test_inference_mode_is_refused_at_the_start_and_at_a_step() -> None:
         private.step(batch)
     assert private.ledger.releases == 0
     private.step(batch)  # the same draw: a refusal chooses none
+
+
+class _WithoutDouble(TorchFunctionMode):
+    """What is in float32 lies on a device that has no float64, as Apple's GPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **kwargs or {})
+        if getattr(given, "dtype", None) == torch.double and getattr(args[0], "dtype", None) == torch.float32:
+            raise TypeError("the framework doesn't support float64")
+        return given
+
+
+def test_a_device_without_float64_is_refused_before_anything_is_computed() -> None:
+    model = nn.Linear(4, 3)
+    with (
+        _WithoutDouble(),
+        pytest.raises(InputError, match=r"in float64, and the device cpu.* has none .* write model.to"),
+    ):
+        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
 
 
 @pytest.mark.parametrize("given", [[1.0, 2.0], X.numpy()])

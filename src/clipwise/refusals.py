@@ -41,6 +41,7 @@ def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[s
     _check_optimizer(optimizer, model, parameters)
     _refuse_looking(optimizer, model)
     refuse_inference(parameters)
+    _refuse_imprecise(parameters)
     _warn_of_narrow(parameters)
     return parameters
 
@@ -206,6 +207,18 @@ def _refuse_looking(optimizer: Optimizer, model: nn.Module) -> None:
                 "samples' activations or gradients without noise; write an optimizer of released gradients alone, such "
                 "as torch.optim.Adam"
             )
+
+
+def _refuse_imprecise(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a device without float64, as Apple's GPUs are: the bound is proved for sums in float64."""
+    device = next(iter(parameters.values())).device
+    try:
+        torch.ones(1, device=device).double()
+    except (TypeError, RuntimeError) as error:
+        raise InputError(
+            f"private sums are added in float64, and the device {device}, where the model is, has none ({error}): "
+            "write model.to('cpu')"
+        ) from error
 
 
 def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:

@@ -193,8 +193,11 @@ def evaluation_samples(config: TrainConfig, splits: Splits) -> int:
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise InputError(f"unknown device {name!r}: write cpu, cuda or cuda:1") from None
+        known = False
+    if not known:
+        raise InputError(f"unknown device {name!r}: write cpu, cuda or cuda:1")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"there is no device {name!r} on this machine ({torch.cuda.device_count()} GPUs): write cpu")
     return device
