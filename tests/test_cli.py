@@ -765,6 +765,15 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_space(
     assert Ledger(here / "run" / "ledger.jsonl").releases == 6 + 2
 
 
+@pytest.mark.parametrize("command", ["--help", "calibrate --help"])
+def test_output_is_in_utf_8_where_the_machine_s_own_encoding_lacks_its_signs(command: str) -> None:
+    """Windows writes files in cp1252: a run ended in a traceback after its last step."""
+    windows = {**os.environ, "PYTHONIOENCODING": "cp1252"}
+    done = subprocess.run([*RUN, *command.split()], env=windows, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "ε" in done.stdout.decode("utf-8")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["--version", "reproduce --list"])  # text, and a table
 def test_output_that_cannot_be_written_is_one_line(command: str) -> None:

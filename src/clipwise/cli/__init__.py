@@ -11,6 +11,7 @@ What the subcommands share: options (arguments to settings), parts (what a run i
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -100,6 +101,8 @@ def _help() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what goes to a file on Windows is in an encoding without ε
+        sys.stdout.reconfigure(encoding="utf-8", errors=sys.stdout.errors)
     try:
         with _one_line_warnings():
             show(_answer(arguments))
