@@ -147,6 +147,13 @@ def test_what_cannot_be_predicted_is_said_in_one_line(capsys: pytest.CaptureFixt
     assert "cannot read run/model.pt" in refused(capsys, "run", "--data", "new.csv")
 
 
+def test_a_file_with_another_separator_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(TABLE)
+    Path("new.csv").write_text("age;town;sex\n30;a;f\n")
+    said = refused(capsys, "run", "--data", "new.csv")
+    assert "as those of people.csv, which the run was trained on, got separator=semicolon: save it" in said
+
+
 def test_arrays_of_another_shape_or_kind_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     trained("npz:pictures.npz")
     np.savez("new.npz", x=np.zeros((2, 1, 4, 5), np.uint8))

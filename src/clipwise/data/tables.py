@@ -126,7 +126,7 @@ def read_csv(
     for line, cells in rows:
         if len(cells) != len(names):
             which = "of its first line" if values else _shown(names)
-            write = _other_separator(names) or "separator=… or names=…"
+            write = other_separator(names) or "separator=… or names=…"
             raise InputError(
                 f"{path} must have the {len(names)} columns {which} in each row, got {len(cells)} in line "
                 f"{line}: mend it, or write {write}"
@@ -329,7 +329,7 @@ def _labels(label: Range | Values, cells: Cells) -> Tensor:
 
 def _column(source: Source, table: Table, column: str) -> Cells:
     if column not in table:
-        separator = _other_separator(table)
+        separator = other_separator(table)
         if headless(source, table) and not separator:
             raise InputError(f"{source.name} has no column {column!r}: {_HEADLESS}")
         hint = f"write {separator}" if separator else nearest(column, table)
@@ -353,7 +353,7 @@ def _like_values(names: Iterable[str]) -> bool:
     return any(is_number(piece) for name in names for piece in re.split("[;\t|]", name))
 
 
-def _other_separator(names: Iterable[str]) -> str | None:
+def other_separator(names: Iterable[str]) -> str | None:
     """What to write where the first line seems to be separated by another sign."""
     first, *more = names
     return next((f"separator={name}" for name, sign in SEPARATORS.items() if not more and sign in first), None)

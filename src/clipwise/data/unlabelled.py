@@ -58,6 +58,11 @@ def _of_table(source: Source, path: Path) -> Unlabelled:
     named = "columns" in source.options or "text" in source.options
     said = tables.said_of(source, table if named else _trained_on(source))
     for column in said.text or said.columns:
+        if column not in table and (found := tables.other_separator(table)):
+            raise InputError(
+                f"{path} must have its columns separated as those of {source.path}, which the run was trained on, got "
+                f"{found}: save it as that file was"
+            )
         if column not in table and tables.headless(source, table):  # what is in its first line may be private
             raise InputError(
                 f"{path} must begin with a line of names, as the file of the run did, got one that seems to hold "
