@@ -651,6 +651,7 @@ def test_compare_refuses_what_it_cannot_train(
         (["--epsilon", "1", "--accountant", "pdl"], "unknown accountant 'pdl': did you mean 'pld'?"),
         (["--epsilon", "1", "--threads", "0"], "threads must be a whole number of at least 1, got 0"),
         (["--epsilo", "1"], "unknown option '--epsilo': did you mean '--epsilon'?"),
+        (["--seeds", "3"], "unknown option '--seeds': runs over several seeds are an experiment (docs/reproduce.md): "),
         (["--eps", "1"], "unknown option '--eps': did you mean '--epsilon'?"),
         (["--epsilon", "1/0"], "--epsilon must be a number, got '1/0': write --epsilon 0.5"),
         (["--epsilon", "1/2/3"], "--epsilon must be a number, got '1/2/3': write --epsilon 0.5"),

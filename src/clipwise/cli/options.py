@@ -70,6 +70,8 @@ def _guess(word: str, parser: argparse.ArgumentParser) -> str:
     """The option that was meant, by its letters alone: all have the same dashes. One that begins so comes first."""
     known = {option.lstrip("-"): option for option in parser._option_string_actions}
     said = word.lstrip("-").replace("_", "-")
+    if said == "seeds" and said not in known:  # --seed would be taken for their number
+        return "runs over several seeds are an experiment (docs/reproduce.md): write clipwise reproduce FILE --seeds 5"
     begun = [name for name in known if len(said) > 1 and name.startswith(said)]
     close = begun or difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
     return f"did you mean {known[close[0]]!r}?" if close else f"see {parser.prog} --help"
