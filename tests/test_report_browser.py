@@ -258,6 +258,25 @@ def test_on_a_phone_the_table_scrolls_by_itself_and_keeps_the_names(shown: Open,
     assert inside > 100 and 0 <= left < 40
 
 
+def test_on_a_phone_a_methods_name_stands_beside_its_dot_and_is_cut_between_words(
+    shown: Open, base: Path, tmp_path: Path
+) -> None:
+    for name in ("inner_momentum", "momentum_per_sample", "self_augmentation"):
+        shutil.copytree(comparison(base) / "1-flat", tmp_path / name)
+        statement = tmp_path / name / "statement.json"
+        statement.write_text(re.sub(r'"flat\(.*?"', f'"{name}"', statement.read_text()))
+    write_report(read([tmp_path]), tmp_path)
+    lines = shown(tmp_path / "report.html", PHONE).evaluate(
+        """[...document.querySelectorAll('#runs tbody th')].map(each => {
+          const text = each.querySelector('a').firstChild, range = document.createRange();
+          range.setStart(text, 0), range.setEnd(text, text.length);
+          const tops = [...range.getClientRects()].filter(each => each.width).map(each => each.top);
+          return [tops[0] < each.querySelector('.swatch').getBoundingClientRect().bottom, tops.length, text.data];
+        })"""
+    )
+    assert [line[:2] for line in lines] == [[True, 1]] * 3, lines  # the first word, whole
+
+
 OVERLAPS = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
   const boxes = [...svg.querySelectorAll('text')].map(each => [each, each.getBoundingClientRect()]);
   return boxes.flatMap(([one, a], i) => boxes.slice(i + 1).filter(([other, b]) =>

@@ -235,7 +235,7 @@ MEANS = (
 
 def _breakable(text: str) -> str:
     """Text that may go on in the next line after a bracket, a comma or a sign, as HTML."""
-    return re.sub(r"([(,])", r"\1<wbr>", escape(text))
+    return re.sub(r"([(,_])", r"\1<wbr>", escape(text))
 
 
 def _swatch(number: int) -> str:
