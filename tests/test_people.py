@@ -164,6 +164,19 @@ def test_the_command_keeps_it_through_train_resume_report_and_audit(
     assert "and its statement says" in capsys.readouterr().err
 
 
+def test_a_comparison_says_for_whom_its_epsilons_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    given = "--data digits?train=200&test=50 --model mlp(hidden=8) --steps 2 --batch 50 --noise-multiplier 4"
+    for words in (["--rows-per-person", "2"], []):
+        folder = tmp_path / f"run{len(words)}"
+        assert main(["compare", *given.split(), "--methods", "flat; psac", *words, "--folder", str(folder)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("δ = 1e-05, for a person with at most 2 samples. Own bias" in said) == bool(words)
+        page = (folder / "report.html").read_text()
+        assert ("</strong> at δ = 1e-05, for a person with at most 2 samples.</p>" in page) == bool(words)
+        assert ("</strong> at δ = 1e-05.</p>" in page) == (not words)
+
+
 def test_calibrate_says_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
     given = "--sampling-rate 0.02 --steps 40 --noise-multiplier 2".split()
     assert main(["calibrate", *given, "--rows-per-person", "4"]) == 0

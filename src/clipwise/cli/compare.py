@@ -48,6 +48,7 @@ from clipwise.report.folder import (
     write,
 )
 from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, short
+from clipwise.report.statement import for_whom
 from clipwise.types import InputError
 
 NOTE = (
@@ -112,10 +113,12 @@ def run(config: CompareConfig) -> str:
     page, together = write_report(runs, folder)[0], epsilon_together(runs)
     if config.json or config.json_lines:
         values = {"folder": str(folder), "report": str(page), "delta": config.delta, "note": NOTE}
+        values["rows_per_person"] = config.rows_per_person
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows], "no_privacy": without}
         return as_json(values, indent=None if config.json_lines else 2)
+    at = f"δ = {config.delta:g}{for_whom(config.rows_per_person)}"
     samples = " or ".join(map(str, sorted({evaluation_samples(plan, splits) for _, plan in plans})))
-    return "" if config.quiet else _table(rows, without, found, together, config.delta, samples, page)
+    return "" if config.quiet else _table(rows, without, found, together, at, samples, page)
 
 
 def _made(
@@ -210,7 +213,7 @@ def _table(
     without: list[dict[str, Any]],
     found: list[RunNumbers],
     together: float,
-    delta: float,
+    at: str,
     samples: str,
     page: Path,
 ) -> str:
@@ -240,7 +243,7 @@ def _table(
         *always_the_same(found),
         f"Diverged: {', '.join(lost)}: write a smaller learning rate behind @." if lost else "",
         *(text.replace("*", "") for text in privacy_costs(found)),
-        f"δ = {delta:g}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "
+        f"{at}. Own bias: share of the clipped mean gradient that does not lie along the true one, at the "
         "final model and averaged over the run; clipped: share of samples shortened at the final model; "
         "time: the first run’s holds what the others share, such as finding the noise.",
         f"Error: {ROOT_MEAN_SQUARE}." if name == "error" else "",

@@ -42,10 +42,11 @@ from clipwise.report.runs import (
     comparable,
     epsilon_together,
     guessed,
+    rows_per_person,
     short,
     too_weak,
 )
-from clipwise.report.statement import counted
+from clipwise.report.statement import counted, for_whom
 from clipwise.report.svg import drawn, stacked
 from clipwise.types import InputError
 
@@ -249,10 +250,11 @@ def _privacy(runs: Sequence[Recorded]) -> str:
     said = []
     if len(runs) > 1 and len({run.data for run in runs}) == 1:
         delta = max(run.statement["delta"] for run in runs)
+        rows = max(rows_per_person(run.statement) for run in runs)
         said.append(
             "<p>Each ε covers its own run. Choosing among the runs by what this page shows of them is a choice that no "
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
-            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}.</p>"
+            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}{for_whom(rows)}.</p>"
         )
     if any(run.without for run in runs):
         said.append(f"<p>{UNCOVERED}</p>")

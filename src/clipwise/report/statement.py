@@ -127,9 +127,13 @@ def counted(stated: Mapping[str, Any]) -> str:
     """
     steps = stated.get("steps", stated["releases"])
     before = stated["releases"] - steps
-    rows = stated.get("rows_per_person", 1)
-    whom = f", for a person with at most {rows} samples" if rows > 1 else ""
-    return _many(steps, "step") + (f", and {_many(before, 'release')} spent before" if before else "") + whom
+    spent = f", and {_many(before, 'release')} spent before" if before else ""
+    return _many(steps, "step") + spent + for_whom(stated.get("rows_per_person", 1))
+
+
+def for_whom(rows: int) -> str:
+    """What is added to an ε that holds for all of a person's samples; nothing to one that is for one sample."""
+    return f", for a person with at most {rows} samples" if rows > 1 else ""
 
 
 def _many(count: int, what: str) -> str:
