@@ -153,7 +153,8 @@ def test_the_command_keeps_it_through_train_resume_report_and_audit(
     assert Ledger(folder / "ledger.jsonl").epsilon(1e-5) < statement["epsilon"]
     assert main(["report", str(folder), "--folder", str(tmp_path / "report")]) == 0
     assert "steps, for a person with at most 2 samples" in (tmp_path / "report" / "report.html").read_text()
-    capsys.readouterr()
+    assert "δ = 1e-05, for a person with at most 2 samples." in " ".join(capsys.readouterr().out.split())
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["runs"][0]["rows_per_person"] == 2
     assert main(["audit", str(folder), "--trials", "1280", "--canaries", "100"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "the ledger’s ε is for whoever has at most 2 samples, an attack’s for one sample" in said

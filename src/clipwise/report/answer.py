@@ -14,7 +14,8 @@ import torch
 
 from clipwise.plain import four_digits, rounded_up
 from clipwise.report.figures import fair, left_out
-from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, attacked, comparable, own
+from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, attacked, comparable, own, rows_per_person
+from clipwise.report.statement import for_whom
 
 APART = "These runs are of different data or tasks, so nothing here ranks them; each for itself:"
 DIVERGED = "Every run diverged, so there is nothing to rank."
@@ -35,6 +36,7 @@ class RunNumbers:
     rival: bool  # whether all runs had the same data and task, so that they can be ranked
     epsilon: float
     delta: float
+    rows_per_person: int  # how many samples ε holds for together
     releases: int
     accuracy: float | None
     error: float | None  # of a regression, in the place of the accuracy: root mean squared, in the label's own unit
@@ -85,6 +87,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             rival=rival,
             epsilon=run.statement["epsilon"],
             delta=run.statement["delta"],
+            rows_per_person=rows_per_person(run.statement),
             releases=run.statement["releases"],
             accuracy=run.last.get("accuracy"),
             error=run.last.get("error"),
@@ -319,7 +322,8 @@ def _single(row: RunNumbers) -> list[str]:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
         reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {four_digits(row.error)}"
-    said = [f"{row.said}{reached or ' was trained'} at ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}."]
+    at = f"ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}{for_whom(row.rows_per_person)}"
+    said = [f"{row.said}{reached or ' was trained'} at {at}."]
     said += always_the_same([row])
     if row.bias is not None and row.clipped is not None:
         said.append(
