@@ -39,10 +39,10 @@ from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.switches import switches
 from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device
-from clipwise.refusals import refuse_gradients, refuse_inference
+from clipwise.refusals import check_weights, refuse_gradients, refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson
-from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
+from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
 from clipwise.types import (
     Batch,
@@ -175,8 +175,7 @@ class Private:
     def method(self, method: Method) -> None:
         before = str(self._method)
         ranks.check_method(method)
-        for phase in method.phases:
-            check_weights(phase, trainable(self.model))
+        check_weights(method, trainable(self.model))
         if _probes(method) - _probes(self._method):
             self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)

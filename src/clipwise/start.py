@@ -41,9 +41,8 @@ from clipwise.private import Private
 from clipwise.randomness import stream_of
 from clipwise.records import Loss
 from clipwise.records.chance import kept, seeded
-from clipwise.refusals import check_model, try_loss
+from clipwise.refusals import check_model, check_weights, try_loss
 from clipwise.sampling import CHUNK, largest_batch
-from clipwise.step import check_weights
 from clipwise.trained import trained_elsewhere
 from clipwise.types import (
     Batch,
@@ -113,8 +112,7 @@ def make_private(
     spent_on((), delta, accountant, rows_per_person=rows_per_person)  # refuses what it does not know
     chosen, after = methods.as_method("flat" if method is None else method), _post(post)
     ranks.check_method(chosen)
-    for phase in chosen.phases:
-        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
+    check_weights(chosen, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream = stream_of(noise)
     earlier, added = _released(spent, ledger)
     dataset = as_dataset(data, collate)
