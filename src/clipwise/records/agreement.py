@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clipwise.records.capture import trainable
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kernels.gram import HALF
+from clipwise.records.kinds import tensors_of
 from clipwise.records.states import put_back
 from clipwise.types import Refused
 
@@ -89,5 +90,5 @@ def agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> 
 
 def in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
-    held = [vars(record) for records in gradients.records.values() for record in records]
-    return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
+    every = (record for records in gradients.records.values() for record in records)
+    return any(t.dtype in HALF for record in every for t in tensors_of(record).values())
