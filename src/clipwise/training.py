@@ -31,7 +31,7 @@ from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import four_digits, rounded_up
 from clipwise.private import Private
-from clipwise.records import Loss, batch_size
+from clipwise.records import Loss, batch_size, trainable
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
@@ -423,7 +423,7 @@ def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] |
         raise InputError(
             f"optimizer must be one of torch's, or what makes one of parameters such as torch.optim.Adam, got {given!r}"
         )
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(trainable(model).values())
     return given(parameters) if given is not None else torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
