@@ -82,7 +82,7 @@ def _csv(source: Source, without: str | None, path: Path) -> Table:
 
 
 def read_csv(
-    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool = True, without: str | None = None
+    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool, without: str | None = None
 ) -> Table:
     """The columns of a text with one row per line, below a line of their names where ``names`` does not say them."""
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
