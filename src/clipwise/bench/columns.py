@@ -196,7 +196,7 @@ def vmap_step(case: Case) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
 
     def sample_loss(values: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
-        called = lambda inputs: functional_call(model, values, (inputs,))  # noqa: E731
+        called = lambda inputs: functional_call(model, values, (inputs,))
         return case.losses(called, (sample[None], label[None])).sum()  # type: ignore[arg-type]
 
     # only dropout would draw random numbers, and no case has any
