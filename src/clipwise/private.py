@@ -281,7 +281,7 @@ class Private:
         return parameters
 
     def _refuse_other_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse that other parameters are trained than in the step before, where something is remembered of each."""
+        """Refuse a change in which parameters are trained, where something is remembered of each from step to step."""
         method, known = self.method, self.state.released
         if known is None or known.keys() == parameters.keys():
             return

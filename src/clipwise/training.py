@@ -214,7 +214,7 @@ class _Loop:
                 progress(private, self.latest)
 
     def note(self, every: int) -> None:
-        """What is due after this step is seen, once, and kept."""
+        """Look and measure where that is due after this step and was not done before, and save."""
         done, last = self.private.steps_taken, self.private.steps_taken == self.private.steps
         due = last or (self.monitor is not None and self.monitor.due(done))
         if due and not _holds(self.looks, done):

@@ -291,7 +291,7 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
 
 
 def _dates(cells: Cells) -> str:
-    """What a column of dates is until somebody says more, from no cell's date; nothing for another column."""
+    """What to write for a column of dates, taken from no cell of it; nothing for another column."""
     blank = [cell for cell in cells if word(cell) == ""]
     dates = len(blank) < len(cells) and all(is_date(cell) or word(cell) == "" for cell in cells)
     return f"1900-01-01..2100-01-01{'|' if blank else ''}" if dates else ""

@@ -71,7 +71,7 @@ def most_apart(half: bool) -> float:
 
 
 def _apart(before: Tensor, after: Tensor) -> float:
-    """The difference's length beside the first one's; 0 where that is not a number."""
+    """The length of the difference over that of the first; 0 where it is not a number."""
     apart = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-12))
     return apart if math.isfinite(apart) else 0.0
 

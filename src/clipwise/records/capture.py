@@ -163,7 +163,7 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
 
 
 def _taken(batch: Batch, samples: int, whole: bool) -> Batch:
-    """So many rows: copies of the first, or all of them as often as it takes."""
+    """So many rows: copies of the first, or with ``whole`` all of them, repeated."""
     return picked(batch, torch.arange(samples, device="cpu") % (batch_size(batch) if whole else 1))
 
 

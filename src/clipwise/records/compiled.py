@@ -151,10 +151,10 @@ class CompiledCapture:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    """The first row again, to the end: of weight zero, so that it costs nothing in the sum nor in accounting.
+    """The rows, filled up with copies of the first, of weight zero: they count neither in the sum nor in accounting.
 
-    Not rows of zeros: a model may have no finite gradient there, and zero times that is not zero. Where a copy has none
-    but the row itself has one, which takes dropout, it is left out as a sample would be.
+    Not with zeros: a model may have no finite gradient there, and zero times that is not zero. A copy that has none
+    where the row itself has one, which takes dropout, is left out as a sample would be.
     """
     missing = size - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows

@@ -144,7 +144,7 @@ def _writable(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Training flags, buffers, parameters and random generators as they were."""
+    """Afterwards training flags, buffers, parameters and random generators are what they were."""
     with put_back(model, dict(model.named_parameters())), unmoved(model):
         yield
 
@@ -171,7 +171,7 @@ def _sets_extra_state(module: nn.Module) -> bool:
 
 @contextmanager
 def put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """The model with these values, its own, as they are now, afterwards."""
+    """Afterwards these values, the model's own, are what they were."""
     before = {name: value.detach().clone() for name, value in values.items()}
     try:
         yield

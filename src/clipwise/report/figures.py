@@ -189,10 +189,10 @@ def same_gradients(runs: Sequence[Recorded]) -> Figure | None:
 
 
 def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
-    """A number of each run's method over the looks of all runs, its mean; None unless all looks have it.
+    """The mean of a number of each run's method over the looks of all runs; None unless all looks have it.
 
-    A method that changes as it trains has none: how it would have changed in another run, nobody knows. Neither has
-    one of several on different data: which of them would be asked about whose? A run that diverged is not ranked.
+    None, too, for a method that changes as it trains, since nobody knows how it would have changed in another run, for
+    runs on different data, and for one that diverged.
     """
     looks = [look for run in runs for look in run.looks] if comparable(runs) else []
     found: dict[str, float | None] = {}
