@@ -1,15 +1,18 @@
 """Before the first step: everything is checked, and what was left open is filled in.
 
 Receives: a model, a loss that gives one value per sample, data, a method and a privacy budget.
-Gives: ``make_private``, which gives Private; whatever is wrong is said before anything is trained.
+Gives: ``make_private``, which gives Private; whatever is wrong is said before anything is trained. Privacy and
+refuse_unknown, for ``train``, which hands its options on.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +52,44 @@ from clipwise.types import (
     Event,
     InputError,
     fraction,
+    nearest,
     positive,
-    spelled,
     whole,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
+# what people write who come from Opacus or from Hugging Face's Trainer, and nothing here is near to
+_ELSEWHERE = {
+    "max_grad_norm": "method=clipwise.flat(1.0)",
+    "data_loader": "data=loader.dataset, and batch=… for the expected size of a step",
+    "target_delta": "delta=…",
+    "max_physical_batch_size": "chunk=…",
+    "gradient_accumulation_steps": _CHUNKS,
+    "poisson_sampling": "nothing for it: every batch is a Poisson draw",
+    "criterion": "loss=…, a function loss(model, batch) with one value per sample",
+}
+
+
+def refuse_unknown(who: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an option that is not there, with what to write for it."""
+    for name in given:
+        if name not in known:
+            write = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, known)
+            raise TypeError(f"{who} has no option {name!r}: {write}")
+
+
+def spelled(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; an option that it does not have is an error that names the nearest one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_unknown(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @spelled

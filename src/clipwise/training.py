@@ -35,9 +35,9 @@ from clipwise.records import Loss, batch_size, trainable
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
-from clipwise.start import Privacy, make_private
+from clipwise.start import Privacy, make_private, refuse_unknown
 from clipwise.trained import forget_trained, note_trained
-from clipwise.types import Event, InputError, Refused, fraction, instead, whole
+from clipwise.types import Event, InputError, Refused, fraction, whole
 
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
@@ -114,10 +114,7 @@ def train(
     """
     if average is not None:
         fraction("average", average, open_end=True)
-    for name in privacy:
-        if name not in Privacy.__annotations__:
-            known = {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"}
-            raise TypeError(f"train has no option {name!r}: {instead(name, known)}")
+    refuse_unknown("train", privacy, {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"})
     if evaluate is not None and not callable(evaluate):
         raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
     if not isinstance(monitor, Monitor | None):
