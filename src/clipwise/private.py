@@ -44,16 +44,7 @@ from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
-from clipwise.types import (
-    Batch,
-    Event,
-    Gradient,
-    InputError,
-    Part,
-    PoissonGaussian,
-    PrivateSum,
-    Refused,
-)
+from clipwise.types import Batch, Event, Gradient, InputError, Part, PoissonGaussian, PrivateSum, Refused
 
 # what a run cannot change on its way
 FIXED = frozenset(

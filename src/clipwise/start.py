@@ -47,15 +47,7 @@ from clipwise.records.chance import kept, seeded
 from clipwise.refusals import check_model, check_weights, try_loss
 from clipwise.sampling import CHUNK, largest_batch
 from clipwise.trained import trained_elsewhere
-from clipwise.types import (
-    Batch,
-    Event,
-    InputError,
-    fraction,
-    nearest,
-    positive,
-    whole,
-)
+from clipwise.types import Batch, Event, InputError, fraction, nearest, positive, whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
