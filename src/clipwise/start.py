@@ -157,8 +157,9 @@ def make_private(
     refuse_kept(model, dataset)
     warn_of_named("the loss", loss, dataset)
     _check_recall(chosen, batch, rows)
-    _check_views(views)
     if views is not None:
+        if not callable(views):
+            raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
         warn_of_named("views", views, dataset)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
@@ -292,11 +293,6 @@ def _check_recall(method: Method, batch: int, rows: int) -> None:
                 f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
                 f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
             )
-
-
-def _check_views(views: Any) -> None:
-    if views is not None and not callable(views):
-        raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
 
 
 def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None:
