@@ -23,8 +23,6 @@ from clipwise.records.trees import tensors
 from clipwise.types import InputError
 
 Modes = tuple[Any, ...]
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SWITCHES = (bool, str)  # attributes that make a module another function; of numbers, many count steps
 TABLE = 2**22  # entries: a buffer of more is no statistic
