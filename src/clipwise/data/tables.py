@@ -13,7 +13,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -61,7 +60,8 @@ def read(source: Source, path: Path, without: str | None = None) -> Table:
     ``without`` is a column that may be missing though the source names it; such a file may also have a line of names.
     """
     try:
-        return (_jsonl if source.name == "jsonl" else partial(_csv, source, without))(file_of(source, path))
+        file = file_of(source, path)
+        return _jsonl(file) if source.name == "jsonl" else _csv(source, without, file)
     except (OSError, UnicodeError, csv.Error) as error:
         encoded_otherwise = isinstance(error, UnicodeError)
         packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)

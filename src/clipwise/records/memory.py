@@ -44,11 +44,15 @@ def largest_chunk(
     few, more = (min(n, most) for n in (FEW, 4 * FEW))
     if few == more:
         return most
-    taken = [measure(lambda n=n: _pass(capture, repeated(rows, n)), device) for n in (few, more)]  # type: ignore[misc]
-    each = (taken[1] - taken[0]) / (more - few)
+
+    def taken(count: int) -> int:
+        return measure(lambda: _pass(capture, repeated(rows, count)), device)
+
+    least = taken(few)
+    each = (taken(more) - least) / (more - few)
     if each <= 0:
         return most
-    return max(1, min(most, math.floor((room - taken[0]) / each + few)))
+    return max(1, min(most, math.floor((room - least) / each + few)))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -206,7 +206,8 @@ def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
 
 def left_out(where: str, others: Mapping[str, int | None]) -> str:
     """Who is missing from a ranking, and why; ``others`` is each one's name with the step at which it diverged."""
-    gone, alone = ([name for name, at in others.items() if (at is not None) == lost] for lost in (True, False))
+    gone = [name for name, at in others.items() if at is not None]
+    alone = [name for name, at in others.items() if at is None]
     said = [f"{', '.join(gone)}, which diverged"] if gone else []
     said += [f"{', '.join(alone)}, which only its own run can tell"] if alone else []
     return f" {where}: {'; '.join(said)}." if said else ""
