@@ -181,7 +181,7 @@ def _best(rows: Sequence[Option]) -> Option:
     most = max(alignments)
     if min(alignments) > (1 - 1e-3) * most:  # any will do: the nearest to 1, whose step is easiest to think about
         return replace(min(rows, key=lambda row: abs(math.log(row.clip_norm))), scale_free=True)
-    # of what is as good, the largest, which bends the gradient least
+    # the largest of those that are as good: it bends the gradient least
     return [row for row in rows if row.alignment >= (1 - CLOSE) * most][-1]
 
 

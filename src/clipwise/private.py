@@ -131,7 +131,7 @@ class Private:
         self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
-        # of the batch that was drawn this process's share, where nobody can change it
+        # this process's share of the batch that was drawn, where nobody can change it
         self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
         self._earlier = earlier

@@ -52,7 +52,7 @@ from clipwise.types import Batch, Event, InputError, fraction, nearest, positive
 P = ParamSpec("P")
 R = TypeVar("R")
 _CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
-# what people write who come from Opacus or from Hugging Face's Trainer, and nothing here is near to
+# options of Opacus and of Hugging Face's Trainer that no option here is near to → what to write instead
 _ELSEWHERE = {
     "max_grad_norm": "method=clipwise.flat(1.0)",
     "data_loader": "data=loader.dataset, and batch=… for the expected size of a step",

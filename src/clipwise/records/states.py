@@ -38,7 +38,7 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     found: list[Any] = [tuple(trained), *(number for kind in HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
-        # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
+        # the objects themselves, as a forward in the place of its class's: the id of one that is gone may be another's
         found += module, type(module), own.get("forward"), *[v for v in own.values() if type(v) in SWITCHES]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same

@@ -109,7 +109,7 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def resuming(run: Path) -> str:
-    """What goes on with this run, or with the comparison or experiment that it is a part of."""
+    """What to write to go on with this run, or with the comparison or experiment that it is a part of."""
     command = command_of(run.parent)
     if command in ("compare", "reproduce"):
         return f"clipwise {command} --resume {shlex.quote(str(run.parent))}"
