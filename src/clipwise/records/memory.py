@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from clipwise.records.capture import batch_size
+from clipwise.records.capture import repeated
 from clipwise.records.gradients import SampleGradients
-from clipwise.records.trees import picked, tensors
-from clipwise.types import Batch, InputError, whole
+from clipwise.records.trees import tensors
+from clipwise.types import Batch, whole
 
 SPARE = 0.9  # of the room: allocators round up, and other work on the device needs some
 FEW = 8
@@ -66,14 +66,6 @@ def _pass(capture: Callable[[Batch], SampleGradients], rows: Batch) -> object:
     gradients = capture(rows)
     norms = gradients.norms()
     return gradients.weighted_sum(torch.ones_like(norms))
-
-
-def repeated(rows: Batch, count: int) -> Batch:
-    """So many rows, the given ones again and again."""
-    size = batch_size(rows)
-    if size == 0:
-        raise InputError("expected at least one row to measure memory with, got none")
-    return picked(rows, torch.arange(count, device="cpu") % size)
 
 
 def device_peak(call: Callable[[], object], device: torch.device) -> int:
