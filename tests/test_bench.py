@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from clipwise.bench import CASES, COLUMNS, GPU_CASES, GPU_COLUMNS, Case, Cell, Row, Step, Table, as_text, bench, slowest
 from clipwise.bench.cases import losses
-from clipwise.bench.columns import LOOKS, _compiled, _for_opacus, clipwise_step, look_step, method_step
+from clipwise.bench.columns import LOOKS, _for_opacus, clipwise_step, look_step, method_step
 from clipwise.bench.memory import peak_megabytes
 from clipwise.bench.targets import targets
 from clipwise.cli import main
@@ -251,7 +251,7 @@ def test_ordinary_steps_are_compiled_in_every_row_of_a_long_bench(monkeypatch: p
         return original(function, backend=lambda graph, _: compiled.append("once") or graph)
 
     monkeypatch.setattr(torch, "compile", noted)
-    monkeypatch.setitem(COLUMNS, "vmap", partial(_compiled, graph=False, channels_last=False))
+    monkeypatch.setitem(COLUMNS, "vmap", GPU_COLUMNS["compiled"])
     for batch in range(2, 13):  # torch gives up after eight
         row = bench(["mnist_cnn"], ["vmap"], rounds=1, memory=False, batch=batch).rows[0]
         assert row.cells[1].missing is None

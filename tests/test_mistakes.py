@@ -17,7 +17,7 @@ import clipwise as cw
 from clipwise import report
 from clipwise.methods import METHODS, Method, parse
 from clipwise.methods.method import Count
-from clipwise.step import check_weights
+from clipwise.refusals import check_weights
 from clipwise.types import InputError, Refused
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))

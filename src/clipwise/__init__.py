@@ -58,42 +58,24 @@ if TYPE_CHECKING:
     from clipwise.types import InputError as InputError
     from clipwise.types import Refused as Refused
 
+# module → what it holds of these names
 _HOME = {
-    "types": ("InputError", "Refused"),
-    "randomness": ("SecureStream", "SeededStream"),
-    "records": ("SampleGradients", "per_sample"),
-    "methods": (
-        "METHODS",
-        "Method",
-        "adaptive",
-        "automatic",
-        "flat",
-        "global_",
-        "layerwise",
-        "normalised",
-        "psac",
-        "schedule",
-        "self_augmentation",
-        "p_average",
-        "momentum_per_sample",
-        "inner_momentum",
-        "dp_sat",
-        "disk",
-        "dice",
-        "batch_clipping",
-        "bam",
-    ),
-    "accounting": ("Ledger", "calibrate", "epsilon"),
-    "diagnostics": ("Monitor", "clipping_bias", "measure"),
-    "losses": ("cross_entropy", "squared_error"),
-    "private": ("Private",),
-    "start": ("make_private",),
-    "training": ("Run", "train"),
+    "accounting": "Ledger calibrate epsilon",
+    "diagnostics": "Monitor clipping_bias measure",
+    "losses": "cross_entropy squared_error",
+    "methods": "METHODS Method adaptive automatic bam batch_clipping dice disk dp_sat flat global_ inner_momentum "
+    "layerwise momentum_per_sample normalised p_average psac schedule self_augmentation",
+    "private": "Private",
+    "randomness": "SecureStream SeededStream",
+    "records": "SampleGradients per_sample",
+    "start": "make_private",
+    "training": "Run train",
+    "types": "InputError Refused",
 }
-_WHERE = {name: module for module, names in _HOME.items() for name in names}
+_WHERE = {name: module for module, names in _HOME.items() for name in names.split()}
 # whole modules of which more is used than these names
 _MODULES = {
-    **{name: name for name in ("accounting", "audit", "data", "diagnostics", "methods", "models", "postprocess")},
+    **{name: name for name in "accounting audit data diagnostics methods models postprocess".split()},
     "oracle": "records.oracle",
 }
 __all__ = sorted([*_WHERE, *_MODULES])

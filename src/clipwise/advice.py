@@ -177,10 +177,11 @@ def _row(method: Method, clip: float, looks: Sequence[Diagnosis]) -> Option:
 
 def _best(rows: Sequence[Option]) -> Option:
     """A family's best clip norm: where what is released points along the true mean, on average over looks."""
-    most, least = (pick(row.alignment for row in rows) for pick in (max, min))
-    if least > (1 - 1e-3) * most:  # any will do: the nearest to 1, whose step is easiest to think about
+    alignments = [row.alignment for row in rows]
+    most = max(alignments)
+    if min(alignments) > (1 - 1e-3) * most:  # any will do: the nearest to 1, whose step is easiest to think about
         return replace(min(rows, key=lambda row: abs(math.log(row.clip_norm))), scale_free=True)
-    # of what is as good, the largest, which bends the gradient least
+    # the largest of those that are as good: it bends the gradient least
     return [row for row in rows if row.alignment >= (1 - CLOSE) * most][-1]
 
 

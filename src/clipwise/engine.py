@@ -50,7 +50,7 @@ class ChunkEngine:
     def of(self, method: Method, rows: Batch) -> SampleGradients:
         """The method's v_i, one for each row: by one compiled graph where its probe is the same at every step.
 
-        The first steps know fewer iterates: they are few, and each would need a graph of its own.
+        Not in the first steps, which know fewer iterates: each would need a graph of its own.
         """
         probe = method.probe
         if self.fast is None or not isinstance(probe, Steady) or len(self.past) < method.past:

@@ -32,7 +32,7 @@ from clipwise.types import Batch, Gradient, InputError, Refused
 
 @contextmanager
 def stacked() -> Iterator[None]:
-    """Where samples are read: those that cannot be stacked are an error that says what to write."""
+    """Within it, samples that cannot be stacked are an error that says what to write."""
     try:
         yield
     except RuntimeError as error:

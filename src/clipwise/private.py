@@ -39,21 +39,12 @@ from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.switches import switches
 from clipwise.records.tf32 import full_on_cpu
 from clipwise.records.trees import on_device
-from clipwise.refusals import refuse_gradients, refuse_inference
+from clipwise.refusals import check_weights, refuse_gradients, refuse_inference
 from clipwise.report import Statement
 from clipwise.sampling import poisson
-from clipwise.step import Momenta, Observed, check_weights, fed_back, private_sum, zeros
+from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
-from clipwise.types import (
-    Batch,
-    Event,
-    Gradient,
-    InputError,
-    Part,
-    PoissonGaussian,
-    PrivateSum,
-    Refused,
-)
+from clipwise.types import Batch, Event, Gradient, InputError, Part, PoissonGaussian, PrivateSum, Refused
 
 # what a run cannot change on its way
 FIXED = frozenset(
@@ -140,7 +131,7 @@ class Private:
         self._state = AT_START
         self._hidden: Gradient | None = None
         self._drawn: PoissonBatch | None = None
-        # of the batch that was drawn this process's share, where nobody can change it
+        # this process's share of the batch that was drawn, where nobody can change it
         self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
         self._earlier = earlier
@@ -175,8 +166,7 @@ class Private:
     def method(self, method: Method) -> None:
         before = str(self._method)
         ranks.check_method(method)
-        for phase in method.phases:
-            check_weights(phase, trainable(self.model))
+        check_weights(method, trainable(self.model))
         if _probes(method) - _probes(self._method):
             self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)
@@ -282,7 +272,7 @@ class Private:
         return parameters
 
     def _refuse_other_parameters(self, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse that other parameters are trained than in the step before, where something is remembered of each."""
+        """Refuse a change in which parameters are trained, where something is remembered of each from step to step."""
         method, known = self.method, self.state.released
         if known is None or known.keys() == parameters.keys():
             return

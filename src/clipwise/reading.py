@@ -34,7 +34,7 @@ class Reader:
 
     @classmethod
     def of(cls, passes: Passes, samples: Tensor) -> Reader:
-        """The way that many samples can be read; what reads several and draws at random is tested here."""
+        """How samples can be read in pieces; what reads several at once and draws at random is tested here."""
         data = passes.data
         if isinstance(data, Samples):
             _refuse_own_generators(lambda: passes.rows(samples[:READ]))
@@ -121,7 +121,7 @@ def _twice(read: Callable[[], Batch]) -> tuple[bool, bool]:
 
 
 def _refuse_mixing(who: str, collated: Callable[[list[Any]], Batch], items: list[Any], like: Sequence[Any]) -> None:
-    """For what draws at random: other samples in the places of half of them, the same draws.
+    """Refuse what draws at random if, with the same draws, exchanging half of the samples changes another's row.
 
     ``like``: the samples themselves, where the items are their numbers.
     """

@@ -1,8 +1,8 @@
-"""Models, losses and optimizers that cannot be trained privately: each is refused with what to write instead.
+"""Models, losses, optimizers and methods that cannot be trained privately: each is refused with what to write instead.
 
 Receives: what the user gives to ``make_private``, before any data are read; and what it has become in a step.
-Gives: check_model, the model's trainable parameters; try_loss, with two rows; refuse_inference and refuse_gradients, at
-every step.
+Gives: check_model, the model's trainable parameters; try_loss, with two rows; check_weights, of a method;
+refuse_inference and refuse_gradients, at every step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clipwise.data import RowDataset
+from clipwise.methods import Block, Method
 from clipwise.passes import stacked
 from clipwise.records import Loss, trainable
 from clipwise.records.checks import losses_of, refuse_kept_from_first, refuse_modules
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import HOOKS, restored, twin
 from clipwise.records.trees import on_device, tensors
-from clipwise.types import InputError, Refused
+from clipwise.types import InputError, Refused, positive
+
+MANY, APART = 8193, 1024  # norms that a method weighs together as a test, more than a batch has; of these, some alone
 
 
 def check_model(model: nn.Module, loss: Loss, optimizer: Optimizer) -> Mapping[str, Tensor]:
@@ -104,6 +107,18 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
             raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error
         if fresh is not None:
             refuse_kept_from_first(model, fresh, loss, rows, others)
+
+
+def check_weights(method: Method, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse weights or counts that follow more than a gradient's own norm: one sample would move the others' terms."""
+    norms = torch.logspace(-2, 2, MANY, device=next(iter(parameters.values())).device)
+    for phase in method.phases:
+        for block in phase.blocks(tuple(parameters)):
+            positive("bound", block.bound)
+            _check_each(phase, "weights", block.weigh, norms)
+            _warn_of_cut(phase, block, norms[::APART])
+        if phase.count is not None:
+            _check_each(phase, "counts", phase.count.of, norms)
 
 
 def _check_loss(loss: Any) -> None:
@@ -227,6 +242,33 @@ def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
         warnings.warn(
             f"the weights are {_short(narrow[0])}, in which small updates round away: keep them in float32, "
             "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16",
+            stacklevel=5,
+        )
+
+
+def _check_each(method: Method, what: str, function: Callable[[Tensor], Tensor], norms: Tensor) -> None:
+    alone, together = [function(norm) for norm in norms[::APART].split(1)], function(norms.flip(0))
+    if not isinstance(together, Tensor) or together.shape != norms.shape:
+        got = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
+        raise InputError(f"{method.name} must give {what} [n] for norms [n], got {got}: write norms.new_full(…)")
+    if not torch.allclose(torch.cat(alone), together.flip(0)[::APART], rtol=1e-3, atol=0, equal_nan=True):
+        raise Refused(
+            f"the {what} of {method.name} depend on other samples' norms too, or change from call to call: one sample "
+            f"would move the others' terms; make each of the {what} from its own norm alone"
+        )
+
+
+def _warn_of_cut(method: Method, block: Block, norms: Tensor) -> None:
+    """Warn where ``weigh`` will cut a weight: what is trained is then not the formula that its author wrote."""
+    there = block.bound * norms  # from far below the bound to far above it
+    weights = block.weigh(there)
+    longer = (weights.abs() * there > block.bound * 1.001).nonzero().flatten().tolist()
+    if longer:
+        norm, weight = float(there[longer[0]]), float(weights[longer[0]])
+        warnings.warn(
+            f"{method.name} does not keep its bound of {block.bound:g}: a gradient of norm {norm:.3g} gets the weight "
+            f"{weight:.3g}, and the term {abs(weight) * norm:.3g}; such weights are cut to bound/norm, so that what is "
+            "trained is not that formula: write the largest value of weight · norm as its bound",
             stacklevel=5,
         )
 

@@ -223,7 +223,7 @@ def _length(gradient: Sequence[Tensor]) -> float:
 
 
 def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, index: Tensor) -> None:
-    """For a model that draws at random: other values for some of the rows, the same draws for the others."""
+    """Refuse a model that draws at random if, with the same draws, changing some rows changes another's loss."""
     changed = mapped(rows, lambda t: changed_at(t, index.to(t.device), exchanged))
     others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[index] = False

@@ -1,15 +1,18 @@
 """Before the first step: everything is checked, and what was left open is filled in.
 
 Receives: a model, a loss that gives one value per sample, data, a method and a privacy budget.
-Gives: ``make_private``, which gives Private; whatever is wrong is said before anything is trained.
+Gives: ``make_private``, which gives Private; whatever is wrong is said before anything is trained. Privacy and
+refuse_unknown, for ``train``, which hands its options on.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,19 +44,44 @@ from clipwise.private import Private
 from clipwise.randomness import stream_of
 from clipwise.records import Loss
 from clipwise.records.chance import kept, seeded
-from clipwise.refusals import check_model, try_loss
+from clipwise.refusals import check_model, check_weights, try_loss
 from clipwise.sampling import CHUNK, largest_batch
-from clipwise.step import check_weights
 from clipwise.trained import trained_elsewhere
-from clipwise.types import (
-    Batch,
-    Event,
-    InputError,
-    fraction,
-    positive,
-    spelled,
-    whole,
-)
+from clipwise.types import Batch, Event, InputError, fraction, nearest, positive, whole
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
+# options of Opacus and of Hugging Face's Trainer that no option here is near to → what to write instead
+_ELSEWHERE = {
+    "max_grad_norm": "method=clipwise.flat(1.0)",
+    "data_loader": "data=loader.dataset, and batch=… for the expected size of a step",
+    "target_delta": "delta=…",
+    "max_physical_batch_size": "chunk=…",
+    "gradient_accumulation_steps": _CHUNKS,
+    "poisson_sampling": "nothing for it: every batch is a Poisson draw",
+    "criterion": "loss=…, a function loss(model, batch) with one value per sample",
+}
+
+
+def refuse_unknown(who: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse an option that is not there, with what to write for it."""
+    for name in given:
+        if name not in known:
+            write = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, known)
+            raise TypeError(f"{who} has no option {name!r}: {write}")
+
+
+def spelled(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function; an option that it does not have is an error that names the nearest one."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        refuse_unknown(function.__name__, kwargs, known)
+        return function(*args, **kwargs)
+
+    return checked
 
 
 @spelled
@@ -113,8 +141,7 @@ def make_private(
     spent_on((), delta, accountant, rows_per_person=rows_per_person)  # refuses what it does not know
     chosen, after = methods.as_method("flat" if method is None else method), _post(post)
     ranks.check_method(chosen)
-    for phase in chosen.phases:
-        check_weights(phase, parameters)  # also a block that no parameter falls in: now, not after some steps
+    check_weights(chosen, parameters)  # also a block that no parameter falls in: now, not after some steps
     stream = stream_of(noise)
     earlier, added = _released(spent, ledger)
     dataset = as_dataset(data, collate)
@@ -130,8 +157,9 @@ def make_private(
     refuse_kept(model, dataset)
     warn_of_named("the loss", loss, dataset)
     _check_recall(chosen, batch, rows)
-    _check_views(views)
     if views is not None:
+        if not callable(views):
+            raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
         warn_of_named("views", views, dataset)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
@@ -265,11 +293,6 @@ def _check_recall(method: Method, batch: int, rows: int) -> None:
                 f"{phase.name} is for full batches, since every sample remembers every step: expected batch={rows}, "
                 f"all samples, got {batch}; write batch={rows}, or use inner_momentum"
             )
-
-
-def _check_views(views: Any) -> None:
-    if views is not None and not callable(views):
-        raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
 
 
 def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None:

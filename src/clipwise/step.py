@@ -7,7 +7,6 @@ carry from step to step: fed_back, and Momenta.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from clipwise.methods import Block, Count, Feedback, Method
 from clipwise.records import SampleGradients, from_dense
-from clipwise.types import Gradient, InputError, Part, PrivateSum, Refused, positive
+from clipwise.types import Gradient, InputError, Part, PrivateSum
 
 # A norm may come out a little short and a weighted term a little long: both are sums of rounded products. Weights are
 # shrunk by this much, so that the term that is really added keeps the bound after rounding.
@@ -194,47 +193,6 @@ class Rule:
         kept = (finite & real)[:, None]
         weights = torch.where(kept, weigh(self.blocks, torch.where(kept, norms, 0.0), self.most), 0.0)
         return weights, finite
-
-
-MANY, APART = 8193, 1024  # norms that a method weighs together as a test, more than a batch has; of these, some alone
-
-
-def check_weights(method: Method, parameters: Mapping[str, Tensor]) -> None:
-    """Refuse weights or counts that follow more than a gradient's own norm: one sample would move the others' terms."""
-    norms = torch.logspace(-2, 2, MANY, device=next(iter(parameters.values())).device)
-    for block in method.blocks(tuple(parameters)):
-        positive("bound", block.bound)
-        _check_each(method, "weights", block.weigh, norms)
-        _warn_of_cut(method, block, norms[::APART])
-    if method.count is not None:
-        _check_each(method, "counts", method.count.of, norms)
-
-
-def _check_each(method: Method, what: str, function: Callable[[Tensor], Tensor], norms: Tensor) -> None:
-    alone, together = [function(norm) for norm in norms[::APART].split(1)], function(norms.flip(0))
-    if not isinstance(together, Tensor) or together.shape != norms.shape:
-        got = list(together.shape) if isinstance(together, Tensor) else type(together).__name__
-        raise InputError(f"{method.name} must give {what} [n] for norms [n], got {got}: write norms.new_full(…)")
-    if not torch.allclose(torch.cat(alone), together.flip(0)[::APART], rtol=1e-3, atol=0, equal_nan=True):
-        raise Refused(
-            f"the {what} of {method.name} depend on other samples' norms too, or change from call to call: one sample "
-            f"would move the others' terms; make each of the {what} from its own norm alone"
-        )
-
-
-def _warn_of_cut(method: Method, block: Block, norms: Tensor) -> None:
-    """Warn where ``weigh`` will cut a weight: what is trained is then not the formula that its author wrote."""
-    there = block.bound * norms  # from far below the bound to far above it
-    weights = block.weigh(there)
-    longer = (weights.abs() * there > block.bound * 1.001).nonzero().flatten().tolist()
-    if longer:
-        norm, weight = float(there[longer[0]]), float(weights[longer[0]])
-        warnings.warn(
-            f"{method.name} does not keep its bound of {block.bound:g}: a gradient of norm {norm:.3g} gets the weight "
-            f"{weight:.3g}, and the term {abs(weight) * norm:.3g}; such weights are cut to bound/norm, so that what is "
-            "trained is not that formula: write the largest value of weight · norm as its bound",
-            stacklevel=5,
-        )
 
 
 def weigh(blocks: Sequence[Block], norms: Tensor, most: int = 0) -> Tensor:

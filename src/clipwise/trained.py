@@ -29,7 +29,7 @@ def note_trained(model: nn.Module, ledger: Ledger) -> None:
 
 
 def forget_trained(model: nn.Module) -> None:
-    """Nothing of this model was trained before, or it is counted."""
+    """Forget who trained this model: nobody did, or what they released is counted."""
     for module in model.modules():
         _LEDGERS.pop(module, None)
 

@@ -31,13 +31,13 @@ from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import four_digits, rounded_up
 from clipwise.private import Private
-from clipwise.records import Loss, batch_size
+from clipwise.records import Loss, batch_size, trainable
 from clipwise.report import RunFolder, Statement, own
 from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
-from clipwise.start import Privacy, make_private
+from clipwise.start import Privacy, make_private, refuse_unknown
 from clipwise.trained import forget_trained, note_trained
-from clipwise.types import Event, InputError, Refused, fraction, instead, whole
+from clipwise.types import Event, InputError, Refused, fraction, whole
 
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
@@ -114,10 +114,7 @@ def train(
     """
     if average is not None:
         fraction("average", average, open_end=True)
-    for name in privacy:
-        if name not in Privacy.__annotations__:
-            known = {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"}
-            raise TypeError(f"train has no option {name!r}: {instead(name, known)}")
+    refuse_unknown("train", privacy, {*inspect.signature(train).parameters, *Privacy.__annotations__} - {"privacy"})
     if evaluate is not None and not callable(evaluate):
         raise InputError(f"evaluate must be a function of the model, got {evaluate!r}: write evaluate=lambda model: …")
     if not isinstance(monitor, Monitor | None):
@@ -214,7 +211,7 @@ class _Loop:
                 progress(private, self.latest)
 
     def note(self, every: int) -> None:
-        """What is due after this step is seen, once, and kept."""
+        """Look and measure where that is due after this step and was not done before, and save."""
         done, last = self.private.steps_taken, self.private.steps_taken == self.private.steps
         due = last or (self.monitor is not None and self.monitor.due(done))
         if due and not _holds(self.looks, done):
@@ -423,7 +420,7 @@ def _optimizer(model: nn.Module, given: Optimizer | Callable[[Any], Optimizer] |
         raise InputError(
             f"optimizer must be one of torch's, or what makes one of parameters such as torch.optim.Adam, got {given!r}"
         )
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(trainable(model).values())
     return given(parameters) if given is not None else torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 

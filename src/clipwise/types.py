@@ -7,13 +7,11 @@ Gives: Gradient, Event, PrivateSum, Released, Citation, and one-line validators.
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -187,42 +185,6 @@ def one_of(name: str, value: str, known: Iterable[str] | Mapping[str, object]) -
     if value not in names:
         raise InputError(f"unknown {name} {value!r}: {nearest(value, names)}")
     return value
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def spelled(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function; an option that it does not have is an error that names the nearest one."""
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{function.__name__} has no option {name!r}: {instead(name, known)}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-_CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
-# what people write who come from Opacus or from Hugging Face's Trainer, and nothing here is near to
-_ELSEWHERE = {
-    "max_grad_norm": "method=clipwise.flat(1.0)",
-    "data_loader": "data=loader.dataset, and batch=… for the expected size of a step",
-    "target_delta": "delta=…",
-    "max_physical_batch_size": "chunk=…",
-    "gradient_accumulation_steps": _CHUNKS,
-    "poisson_sampling": "nothing for it: every batch is a Poisson draw",
-    "criterion": "loss=…, a function loss(model, batch) with one value per sample",
-}
-
-
-def instead(name: str, known: Iterable[str]) -> str:
-    """What to write for an option that is not there."""
-    return f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, known)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

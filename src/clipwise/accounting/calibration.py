@@ -69,7 +69,7 @@ def least_noise(
     epsilon: float,
     delta: float,
     accountant: str,
-    rows_per_person: int = 1,
+    rows_per_person: int,
 ) -> float:
     """The least noise multiplier at which ``entries(noise multiplier)`` cost at most ``epsilon``, as in calibrate."""
     target = positive("epsilon", epsilon)

@@ -59,7 +59,7 @@ CELLS, MIXTURE_CELLS, MIXTURE_GRID = 5e5, 4e4, 0.1
 MOST_ROWS = 1000  # of a person: with so many there is no privacy left that anybody could use
 
 
-def relation(rows_per_person: int = 1) -> str:
+def relation(rows_per_person: int) -> str:
     """Which data sets are neighbours, in words."""
     return f"add or remove one {'sample' if rows_per_person == 1 else f'person with at most {rows_per_person} samples'}"
 

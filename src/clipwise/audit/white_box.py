@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -111,12 +112,8 @@ def taking_part(seen: Scores, confidence: float) -> Bound:
 
 def being_there(seen: Scores, rate: float, confidence: float) -> Bound:
     """μ of one step from canaries in the data and canaries that are not: a Gaussian mechanism after sampling."""
-
-    def strength(fpr: Array, fnr: Array) -> Array:
-        return bounds.sampled_mu(fpr, fnr, rate)
-
     without, present = seen.scores[:, ~seen.member].ravel(), seen.scores[:, seen.member].ravel()
-    return bounds.split(without, present, strength, confidence, missed=1 - rate)
+    return bounds.split(without, present, partial(bounds.sampled_mu, rate=rate), confidence, missed=1 - rate)
 
 
 def composed(mu: Bound, sampling_rate: float, steps: int, delta: float) -> Bound:
@@ -147,12 +144,8 @@ def trajectories(
             total += float(scores(own, private, method)[0])
         kinds[present].append(total)
         claimed = claimed or private.epsilon()
-
-    def strength(fpr: Array, fnr: Array) -> Array:
-        return bounds.direct_epsilon(fpr, fnr, delta)
-
     without, present_scores = (np.array(kind) for kind in kinds)
-    return bounds.split(without, present_scores, strength, confidence), claimed
+    return bounds.split(without, present_scores, partial(bounds.direct_epsilon, delta=delta), confidence), claimed
 
 
 def _absent(world: World) -> World:

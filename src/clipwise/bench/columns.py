@@ -50,24 +50,13 @@ def plain(case: Case) -> Step:
     return Step(model, take)
 
 
-def compiled(case: Case) -> Step:
-    """The ordinary step compiled; the optimizer is a few launches as it is."""
-    return _compiled(case, graph=False, channels_last=False)
+def compiled(case: Case, *, graph: bool = False, channels_last: bool = False) -> Step:
+    """The ordinary step compiled; with ``graph`` replayed as one CUDA graph, optimizer and all.
 
-
-def graph(case: Case) -> Step:
-    """The ordinary step compiled and replayed as one CUDA graph, optimizer and all."""
-    return _compiled(case, graph=True, channels_last=False)
-
-
-def channels_last(case: Case) -> Step:
-    """The same with channels last in memory, for images."""
-    if case.vocabulary:
+    ``channels_last``: in memory, for images.
+    """
+    if channels_last and case.vocabulary:
         raise InputError(f"only images have channels: {case.title} has tokens")
-    return _compiled(case, graph=True, channels_last=True)
-
-
-def _compiled(case: Case, *, graph: bool, channels_last: bool) -> Step:
     model, batch = _laid_out(case, channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
     loss = torch.compile(lambda batch: case.losses(model, batch).mean())
@@ -207,7 +196,7 @@ def vmap_step(case: Case) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=case.learning_rate)
 
     def sample_loss(values: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
-        called = lambda inputs: functional_call(model, values, (inputs,))  # noqa: E731
+        called = lambda inputs: functional_call(model, values, (inputs,))
         return case.losses(called, (sample[None], label[None])).sum()  # type: ignore[arg-type]
 
     # only dropout would draw random numbers, and no case has any
@@ -294,8 +283,8 @@ ORDINARY = ("plain", "compiled", "graph", "channels_last")
 GPU_COLUMNS: dict[str, Callable[[Case], Step]] = {
     "plain": plain,
     "compiled": compiled,
-    "graph": graph,
-    "channels_last": channels_last,
+    "graph": partial(compiled, graph=True),
+    "channels_last": partial(compiled, graph=True, channels_last=True),
     "clipwise": partial(clipwise_step, compiled=True),
     "without_noise": partial(clipwise_step, compiled=True, noise=False),
     "clipwise_eager": clipwise_step,

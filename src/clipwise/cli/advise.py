@@ -169,8 +169,7 @@ def _from_norms(
             f"--spend must be less than the ε of the planned run, {plan.epsilon:g}, got {spend:g}: write --spend "
             f"{plan.epsilon / 10:g}"
         )
-    earlier = spent_before(plan.spent)
-    before = [] if earlier is None else earlier.entries
+    before = spent_before(plan.spent).entries
     sigma = least_noise(
         lambda noise: [(Gaussian(noise, WHAT), 1)], spend, plan.delta, plan.accountant, plan.rows_per_person
     )

@@ -82,12 +82,12 @@ def run(config: CompareConfig) -> str:
     """Train every method, or those that are left, and lay the results side by side."""
     if config.resume is not None:
         config = resumed(config, config.resume)
-    private, plain = _apart(config.methods)
+    private = [text for text in config.methods if not _plain(text)]
     if not private:
         raise InputError("expected at least one method, got none: write for instance --methods 'flat; psac'")
     try:
         plans = [(text, resolved(_settings_of(config, text))) for text in private]
-        ordinary = [(text, resolved(_settings_of(config, text))) for text in plain]
+        ordinary = [(text, resolved(_settings_of(config, text))) for text in config.methods if _plain(text)]
     except InputError as error:
         hint = "; methods are separated by ';'" if len(config.methods) == 1 and "," in config.methods[0] else ""
         hint = "; training without privacy is written 'no privacy'" if "privacy" in str(error).lower() else hint
@@ -189,17 +189,16 @@ def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, 
     )
 
 
-def _apart(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The methods, and those texts that ask for training without privacy."""
-    plain = [text for text in texts if text.partition("@")[0].split() == NO_PRIVACY.split()]
-    return [text for text in texts if text not in plain], plain
+def _plain(text: str) -> bool:
+    """Whether this asks for training without privacy."""
+    return text.partition("@")[0].split() == NO_PRIVACY.split()
 
 
 def _settings_of(config: CompareConfig, text: str) -> TrainConfig:
     """The settings of one method's run: ``method`` or ``method @ learning rate``; no privacy has no method."""
     shared = {each.name: getattr(config, each.name) for each in fields(Training)}
     method, at, rate = text.partition("@")
-    plan = TrainConfig(**shared) if _apart([text])[1] else TrainConfig(**shared, method=method.strip())
+    plan = TrainConfig(**shared) if _plain(text) else TrainConfig(**shared, method=method.strip())
     if not at:
         return plan
     try:

@@ -96,7 +96,7 @@ def _parser(command: str, settings: type[Output], about: str) -> argparse.Argume
         argument_default=argparse.SUPPRESS,  # only what was given is in the result
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    # what is this command's own first, what every command has last
+    # this command's own options first, those of every command last
     rank = {
         each.name: (each.metadata["group"] == "output", each.name not in settings.__annotations__) for each in fields
     }

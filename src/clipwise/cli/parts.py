@@ -251,10 +251,8 @@ def scheduler_of(config: TrainConfig, steps: int) -> Callable[[Optimizer], LRSch
     return partial(CosineAnnealingLR, T_max=steps) if config.schedule == "cosine" else None
 
 
-def spent_before(folders: Sequence[str]) -> Ledger | None:
+def spent_before(folders: Sequence[str]) -> Ledger:
     """What earlier uses of the same data released, together."""
-    if not folders:
-        return None
     together = Ledger()
     for folder in folders:
         place = Path(folder) / LEDGER if Path(folder).is_dir() else Path(folder)

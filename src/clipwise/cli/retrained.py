@@ -21,7 +21,7 @@ from clipwise.cli.parts import loss_of, network, optimizer_of, splits_for, use_t
 from clipwise.config import TrainConfig
 from clipwise.data import Splits
 from clipwise.private import Private
-from clipwise.records import device_of
+from clipwise.records import device_of, trainable
 from clipwise.report.folder import MODEL, tensors_in
 from clipwise.start import make_private
 
@@ -41,7 +41,7 @@ class Retrained:
         start = network(settings, self._all)
         return make_private(
             start.model,
-            optimizer_of(settings, [p for p in start.model.parameters() if p.requires_grad]),
+            optimizer_of(settings, trainable(start.model).values()),
             data,
             loss=loss_of(self._splits, settings.precision),
             method=self._method,

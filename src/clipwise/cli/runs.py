@@ -29,7 +29,7 @@ from clipwise.diagnostics.quality import baseline, scored
 from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
-from clipwise.records import device_of
+from clipwise.records import device_of, trainable
 from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, write
 from clipwise.sampling import CHUNK
@@ -121,7 +121,7 @@ def without_privacy(config: TrainConfig, splits: Splits, bar: Bar) -> dict[str, 
     model, _, splits = network(config, splits)
     splits = splits.to(device_of(model))
     steps, loss = steps_of(config, len(splits.train)), loss_of(splits, config.precision)
-    optimizer = optimizer_of(config, [each for each in model.parameters() if each.requires_grad])
+    optimizer = optimizer_of(config, trainable(model).values())
     scheduler = None if (schedule := scheduler_of(config, steps)) is None else schedule(optimizer)
     average = None if config.average is None else training.moving_average(model, config.average)
     draw = torch.Generator().manual_seed(config.seed)

@@ -98,7 +98,7 @@ def resume_command(config: Training | ReproduceConfig, folder: Path) -> str:
 
 
 def resumed(config: C, folder: str) -> C:
-    """The settings of what is in the folder, with what this call says about how and where; others would change it."""
+    """The folder's own settings, and this call's for how and where it runs; other changes are refused."""
     place = Path(folder)
     _refuse_other(place, COMMANDS[type(config)])
     before = made(type(config), from_toml(type(config), place / SETTINGS))

@@ -219,10 +219,10 @@ def is_text(cells: Sequence[Any]) -> bool:
     return 2 * sum(len(word(cell).split()) > 3 for cell in cells) > len(cells)
 
 
-def _strangers(cells: Cells, fits: Callable[[Any], bool], most: int = 4) -> list[str]:
+def _strangers(cells: Cells, fits: Callable[[Any], bool]) -> list[str]:
     """The words in a column that do not fit, in order, for one message to name them all; the first if they are many."""
     found = list(dict.fromkeys(word(cell) for cell in cells if not fits(cell)))
-    return found if len(found) <= most else found[:1]
+    return found if len(found) <= 4 else found[:1]
 
 
 def _numbers(cells: Cells, said: str = "LOW..HIGH") -> NDArray[np.float64]:

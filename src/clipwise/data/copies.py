@@ -47,10 +47,10 @@ def warn_of_copies(data: RowDataset) -> None:
 
 
 def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
-    """Of a data set that has to be read: refuse samples that share memory or are anyone's, warn where one comes again.
+    """Refuse a data set whose samples share memory, or may be anyone's; warn where sample 0 comes again.
 
-    ``seeded`` is called before each reading, so that what is drawn at random is drawn alike. It looks where a data set
-    that repeats all samples, or each one, has its first one again.
+    Only data sets that are read sample by sample; ``seeded`` is called before each reading, so that draws repeat.
+    Sample 0 is looked for where it would be in a data set that repeats all samples in turn, or each one at once.
     """
     if not isinstance(data, Samples) or len(data) < 2:
         return
@@ -134,7 +134,7 @@ def tensors_of(item: Any) -> Iterator[Tensor]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors without gaps have some memory in common, and not all of it: that may be a constant."""
+    """Whether two tensors without gaps share a part of their memory; what they share as a whole may be a constant."""
     if not (one.numel() and other.numel() and one.is_contiguous() and other.is_contiguous()):
         return False
     start, begins = one.data_ptr(), other.data_ptr()
@@ -171,7 +171,7 @@ def refuse_kept(model: nn.Module, data: RowDataset) -> None:
 
 
 def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> None:
-    """Warn of a loss, or of views, naming private samples beside the batch: each sample's gradient is made of them."""
+    """Warn of a loss, or of views, that use private samples from outside the batch: every gradient depends on them."""
     held = ((name, [*v.parameters(), *v.buffers()] if isinstance(v, nn.Module) else v) for name, v in named(function))
     found = _sample_in([(name, tensor) for name, value in held for tensor in tensors_of(value)], data)
     if found is not None:

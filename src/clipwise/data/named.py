@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 WITHIN = 3  # settings.training.mixup
-# nothing to look at is held by these, or it is looked at elsewhere
+# these hold nothing to look at, or it is looked at elsewhere
 LEAVES = (Tensor, nn.Module, FunctionType, MethodType, BuiltinFunctionType, bool, int, float, str, list, tuple)
 
 

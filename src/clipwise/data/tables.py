@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,7 +62,8 @@ def read(source: Source, path: Path, without: str | None = None) -> Table:
     ``without`` is a column that may be missing though the source names it; such a file may also have a line of names.
     """
     try:
-        return (_jsonl if source.name == "jsonl" else partial(_csv, source, without))(file_of(source, path))
+        file = file_of(source, path)
+        return _jsonl(file) if source.name == "jsonl" else _csv(source, without, file)
     except (OSError, UnicodeError, csv.Error) as error:
         encoded_otherwise = isinstance(error, UnicodeError)
         packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
@@ -92,7 +92,7 @@ def _csv(source: Source, without: str | None, path: Path) -> Table:
 
 
 def read_csv(
-    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool = True, without: str | None = None
+    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool, without: str | None = None
 ) -> Table:
     """The columns of a text with one row per line, below a line of their names where ``names`` does not say them."""
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
@@ -302,7 +302,7 @@ def _refuse_words(source: Source, table: Table, columns: Mapping[str, Meaning]) 
 
 
 def _dates(cells: Cells) -> list[str]:
-    """What a column of dates may be until somebody says more, from no cell's date; nothing for another column."""
+    """What to write for a column of dates, taken from no cell of it; nothing for another column."""
     there = [cell for cell in cells if word(cell) != ""]
     blank = "|" if len(there) < len(cells) else ""
     return [f"{wide_range(notation)}{blank}" for notation in notations(there)] if there else []

@@ -217,7 +217,7 @@ class Monitor:
 
 
 def _weighed(looked: FiniteGradients, method: Method, taken: SampleGradients | None) -> FiniteGradients:
-    """What a method weighs that does not weigh each gradient at θ: its own, averaged where its unit is several."""
+    """What a method weighs, if not each gradient at θ: those of its own probe, averaged over the samples of a unit."""
     if method.probe is not None and taken is None:
         raise InputError(
             f"{method.name} takes its gradients elsewhere than at θ, and they were not given; "

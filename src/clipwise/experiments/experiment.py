@@ -26,9 +26,9 @@ PAPERS = {  # what an experiment's name begins with
     "paper3": citations.KNOLLE_2023,
     "paper4": citations.XIA_2023,
 }
-# what each of an experiment's measures measures: of the final model, or while it trains, and then also averaged: mean_…
 BIAS = ("cosine", "bias", "off_direction", "clipped")  # also of each method in compare, with its label behind
 BUCKETS = tuple(f"bucket_{fifth}" for fifth in range(1, 6))
+# measure → its quantities: of the final model, or while it trains, and then also averaged as mean_…
 MEASURES = {
     "train": ("train_accuracy", "train_loss"),
     "gradients": ("norm_25", "norm_75", "mean_norm", "sampling_noise", *BUCKETS, *BIAS),

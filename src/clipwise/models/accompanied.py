@@ -74,13 +74,12 @@ class Accompanied(nn.Module):
             raise InputError(
                 "in training mode a sample needs its companions; write method=batch_clipping(…), or model.eval()"
             )
-        votes: Tensor | None = None
+        each = []
         for _ in range(self.draws):
             chosen = torch.randint(len(public), (len(x), self.companions), device=x.device)
             outputs = self._first(torch.cat([x[:, None], public[chosen].to(x.dtype)], 1))
-            vote = nn.functional.one_hot(outputs.argmax(1), outputs.shape[1])
-            votes = vote if votes is None else votes + vote
-        assert votes is not None
+            each.append(nn.functional.one_hot(outputs.argmax(1), outputs.shape[1]))
+        votes = torch.stack(each).sum(0)
         shares = (votes + 1 / votes.shape[1]) / (self.draws + 1)  # no class has probability zero
         return shares.to(x.dtype if x.is_floating_point() else torch.float32).log()
 

@@ -45,7 +45,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Modu
     return StandardisedConv2d(inputs, outputs, kernel, stride=stride, form="variance", affine=True)
 
 
-def wide_resnet(depth: int, width: int, classes: int = 10, channels: int = 3) -> nn.Module:
+def wide_resnet(depth: int, width: int, classes: int, channels: int) -> nn.Module:
     """WRN-depth-width, where (depth − 4)/6 blocks make a stage."""
     blocks, inputs = list[nn.Module](), FIRST
     for outputs, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):

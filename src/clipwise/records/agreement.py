@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clipwise.records.capture import trainable
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kernels.gram import HALF
+from clipwise.records.kinds import tensors_of
 from clipwise.records.states import put_back
 from clipwise.types import Refused
 
@@ -70,7 +71,7 @@ def most_apart(half: bool) -> float:
 
 
 def _apart(before: Tensor, after: Tensor) -> float:
-    """The difference's length beside the first one's; 0 where that is not a number."""
+    """The length of the difference over that of the first; 0 where it is not a number."""
     apart = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before).clamp(min=1e-12))
     return apart if math.isfinite(apart) else 0.0
 
@@ -89,5 +90,5 @@ def agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> 
 
 def in_half(gradients: SampleGradients) -> bool:
     """Whether some layer was computed in half precision, by its weights or by autocast."""
-    held = [vars(record) for records in gradients.records.values() for record in records]
-    return any(isinstance(v, Tensor) and v.dtype in HALF for values in held for v in values.values())
+    every = (record for records in gradients.records.values() for record in records)
+    return any(t.dtype in HALF for record in every for t in tensors_of(record).values())

@@ -85,7 +85,7 @@ def _owns(
     scale: Callable[[Tensor], tuple[Tensor, Tensor]],
     views: int,
 ) -> dict[str, Own]:
-    """What each unit has in the parameters' places: θ + c v; ``scale`` makes of norms which v are good, and c."""
+    """Each unit's own parameters θ + c v; ``scale`` says of norms [unit] which v are good, and gives c."""
     given = SampleGradients({name: own for name, own in along.records.items() if own}, along.like, along.samples)
     prepared = SampleGradients({name: ready(own) for name, own in given.records.items()}, along.like, along.samples)
     good, factors = scale(prepared.norms())  # what had to be written out has its norm for nothing

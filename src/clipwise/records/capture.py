@@ -19,7 +19,7 @@ from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
 from clipwise.records.kinds import joined
 from clipwise.records.tf32 import without_cudnn_if_recurrent
-from clipwise.records.trees import picked, tensors
+from clipwise.records.trees import picked, row, tensors
 from clipwise.types import Batch, InputError, Refused
 
 Loss = Callable[[nn.Module, Batch], Tensor]
@@ -126,15 +126,16 @@ def scouted(
     """
     once = batch_size(batch)
     few, more = (once, 2 * once) if whole else (2, 3)
+    shown = batch if whole else row(batch, 0)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng(devices={t.device for t in tensors(batch) if t.is_cuda}), torch.enable_grad():
             with Scout(parameters) as scout:
-                check_losses(loss(model, _taken(batch, few, whole)), few)
+                check_losses(loss(model, repeated(shown, few)), few)
             with Compare(parameters, scout.log, few, more) as compare:
-                check_losses(loss(model, _taken(batch, more, whole)), more)
+                check_losses(loss(model, repeated(shown, more)), more)
             plan = compare.plan()
-            _check_plan(model, loss, batch if whole else _taken(batch, min(once, 3), True), plan, parameters)
+            _check_plan(model, loss, batch if whole else repeated(batch, min(once, 3)), plan, parameters)
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():  # a spectral norm's power iteration, for one
@@ -162,9 +163,12 @@ def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, paramete
         )
 
 
-def _taken(batch: Batch, samples: int, whole: bool) -> Batch:
-    """So many rows: copies of the first, or all of them as often as it takes."""
-    return picked(batch, torch.arange(samples, device="cpu") % (batch_size(batch) if whole else 1))
+def repeated(batch: Batch, count: int) -> Batch:
+    """So many rows, the given ones again and again."""
+    size = batch_size(batch)
+    if size == 0:
+        raise InputError("expected at least one row to repeat, got none")
+    return picked(batch, torch.arange(count, device="cpu") % size)
 
 
 def batch_size(batch: Batch) -> int:

@@ -77,7 +77,7 @@ def reseeds(call: Callable[[], object]) -> bool:
 
 @contextmanager
 def kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """The generators as they were, afterwards."""
+    """Afterwards the generators are in the state that they were in."""
     own, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=list(devices)):

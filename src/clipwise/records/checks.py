@@ -201,7 +201,7 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if same_losses(*found):
         if same_numbers(*found):
             return
-        # Rounding that is another each time goes back and forth, and what follows batches slowly goes on.
+        # Rounding that differs from pass to pass goes back and forth; what slowly follows the batches goes on.
         found += [seeded_losses(model, loss, rows) for _ in range(AGAIN)]
         once = torch.stack([(b - a).abs() for a, b in itertools.pairwise(found)]).amax(0)
         if not bool(((found[-1] - found[0]).abs() > AGAIN / 4 * once).any()):

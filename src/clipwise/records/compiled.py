@@ -27,7 +27,7 @@ from clipwise.records.capture import Capture, Loss, batch_size, graph_of, traced
 from clipwise.records.gradients import FromNorms, Groups, SampleGradients, Weighed
 from clipwise.records.kernels import zero_rows
 from clipwise.records.kernels.gram import HALF
-from clipwise.records.kinds import Record, full_precision, summed, widened
+from clipwise.records.kinds import Record, full_precision, summed, tensors_of, widened
 from clipwise.records.lean import lean
 from clipwise.records.replay import Replay, ready
 from clipwise.records.states import HOOKS
@@ -151,10 +151,10 @@ class CompiledCapture:
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
-    """The first row again, to the end: of weight zero, so that it costs nothing in the sum nor in accounting.
+    """The rows, filled up with copies of the first, of weight zero: they count neither in the sum nor in accounting.
 
-    Not rows of zeros: a model may have no finite gradient there, and zero times that is not zero. Where a copy has none
-    but the row itself has one, which takes dropout, it is left out as a sample would be.
+    Not with zeros: a model may have no finite gradient there, and zero times that is not zero. A copy that has none
+    where the row itself has one, which takes dropout, is left out as a sample would be.
     """
     missing = size - rows.shape[0]
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
@@ -311,31 +311,21 @@ def _agree(what: str, error: float, most: float) -> None:
 
 
 def _rows(record: Record, samples: int) -> Record:
-    own = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # type: ignore[arg-type]
-    return dataclasses.replace(record, **{k: v[:samples] for k, v in own.items() if isinstance(v, Tensor)})  # type: ignore[type-var]
+    return dataclasses.replace(record, **{name: t[:samples] for name, t in tensors_of(record).items()})  # type: ignore[type-var]
 
 
 def _flattened(records: Records) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Records]]:
     """The tensors of all records, and the function that puts tensors in their places again."""
-    flat: list[Tensor] = []
-    places: dict[str, list[tuple[Record, dict[str, int]]]] = {}
-    for name, own in records.items():
-        for record in own:
-            where: dict[str, int] = {}
-            for item in dataclasses.fields(record):  # type: ignore[arg-type]
-                value = getattr(record, item.name)
-                if isinstance(value, Tensor):
-                    where[item.name] = len(flat)
-                    flat.append(value)
-            places.setdefault(name, []).append((record, where))
+    flat = [t for own in records.values() for record in own for t in tensors_of(record).values()]
 
     def build(values: Sequence[Tensor]) -> Records:
+        rest = iter(values)
         return {
             name: tuple(
-                dataclasses.replace(record, **{key: values[i] for key, i in where.items()})  # type: ignore[type-var]
-                for record, where in own
+                dataclasses.replace(record, **{key: next(rest) for key in tensors_of(record)})  # type: ignore[type-var]
+                for record in own
             )
-            for name, own in places.items()
+            for name, own in records.items()
         }
 
     return flat, build

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from clipwise.records import forms
-from clipwise.records.kinds import Convolution, Dense, Indexed, Outer, Record, joined, wide, widened
+from clipwise.records.kinds import Convolution, Dense, Indexed, Outer, Record, joined, tensors_of, wide, widened
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,7 @@ def tangents(record: Record) -> tuple[Record, tuple[Record, ...]]:
 
     A record is linear in each of its tensors: (b aᵀ)˙ = ḃ aᵀ + b ȧᵀ.
     """
-    fields = {f.name: getattr(record, f.name) for f in dataclasses.fields(record)}  # type: ignore[arg-type]
-    pairs = {name: forward_ad.unpack_dual(t) for name, t in fields.items() if isinstance(t, Tensor)}
+    pairs = {name: forward_ad.unpack_dual(t) for name, t in tensors_of(record).items()}
     plain: Any = dataclasses.replace(record, **{name: pair.primal.detach() for name, pair in pairs.items()})  # type: ignore[type-var]
     moving = {name: pair.tangent.detach() for name, pair in pairs.items() if pair.tangent is not None}
     return plain, tuple(dataclasses.replace(plain, **{name: tangent}) for name, tangent in moving.items())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
         before = seeded_losses(model, loss, batch)
     others = slice(-1)
     for factor, what, write in EXTREMES:
-        changed = mapped(batch, lambda t, factor=factor: _last_times(t, factor))  # type: ignore[misc]
+        changed = mapped(batch, partial(_last_times, factor=factor))
         try:
             after = seeded_losses(model, loss, changed)
         except Refused:

@@ -260,8 +260,8 @@ class Recorder(Follow):
         parameters: Mapping[str, Tensor],
         plan: Plan,
         samples: int,
-        owns: Mapping[str, Own] | None = None,
-        dual: bool = False,
+        owns: Mapping[str, Own] | None,
+        dual: bool,
     ) -> None:
         super().__init__(parameters, owns)
         self.plan = iter(plan)

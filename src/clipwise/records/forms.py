@@ -43,7 +43,7 @@ class Form:
 
     @property
     def kept(self) -> Name:
-        """The form for records that are kept as (a, b) all the same: units that were merged after the pass, say."""
+        """The form for records that stay pairs (a, b) even so, such as units that were merged after the pass."""
         others = sorted((time, name) for name, time in self.milliseconds.items() if name != "written")
         return others[0][1] if others and self.name == "written" else self.name
 

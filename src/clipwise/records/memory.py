@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from clipwise.records.capture import batch_size
+from clipwise.records.capture import repeated
 from clipwise.records.gradients import SampleGradients
-from clipwise.records.trees import picked, tensors
-from clipwise.types import Batch, InputError, whole
+from clipwise.records.trees import tensors
+from clipwise.types import Batch, whole
 
 SPARE = 0.9  # of the room: allocators round up, and other work on the device needs some
 FEW = 8
@@ -44,11 +44,15 @@ def largest_chunk(
     few, more = (min(n, most) for n in (FEW, 4 * FEW))
     if few == more:
         return most
-    taken = [measure(lambda n=n: _pass(capture, repeated(rows, n)), device) for n in (few, more)]  # type: ignore[misc]
-    each = (taken[1] - taken[0]) / (more - few)
+
+    def taken(count: int) -> int:
+        return measure(lambda: _pass(capture, repeated(rows, count)), device)
+
+    least = taken(few)
+    each = (taken(more) - least) / (more - few)
     if each <= 0:
         return most
-    return max(1, min(most, math.floor((room - taken[0]) / each + few)))
+    return max(1, min(most, math.floor((room - least) / each + few)))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -62,14 +66,6 @@ def _pass(capture: Callable[[Batch], SampleGradients], rows: Batch) -> object:
     gradients = capture(rows)
     norms = gradients.norms()
     return gradients.weighted_sum(torch.ones_like(norms))
-
-
-def repeated(rows: Batch, count: int) -> Batch:
-    """So many rows, the given ones again and again."""
-    size = batch_size(rows)
-    if size == 0:
-        raise InputError("expected at least one row to measure memory with, got none")
-    return picked(rows, torch.arange(count, device="cpu") % size)
 
 
 def device_peak(call: Callable[[], object], device: torch.device) -> int:

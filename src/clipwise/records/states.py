@@ -23,8 +23,6 @@ from clipwise.records.trees import tensors
 from clipwise.types import InputError
 
 Modes = tuple[Any, ...]
-
-
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 SWITCHES = (bool, str)  # attributes that make a module another function; of numbers, many count steps
 TABLE = 2**22  # entries: a buffer of more is no statistic
@@ -40,7 +38,7 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
     found: list[Any] = [tuple(trained), *(number for kind in HOOKS for number in everywhere["_global" + kind])]
     for module in model.modules():  # many of them, in every step: one flat list
         own = module.__dict__
-        # kept themselves, as a forward in the place of its class's: a number of one that is gone may be another's
+        # the objects themselves, as a forward in the place of its class's: the id of one that is gone may be another's
         found += module, type(module), own.get("forward"), *[v for v in own.values() if type(v) in SWITCHES]
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
             found.append(tuple(number for kind in HOOKS for number in own[kind]))  # no two hooks ever have the same
@@ -144,7 +142,7 @@ def _writable(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Training flags, buffers, parameters and random generators as they were."""
+    """Afterwards training flags, buffers, parameters and random generators are what they were."""
     with put_back(model, dict(model.named_parameters())), unmoved(model):
         yield
 
@@ -171,7 +169,7 @@ def _sets_extra_state(module: nn.Module) -> bool:
 
 @contextmanager
 def put_back(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """The model with these values, its own, as they are now, afterwards."""
+    """Afterwards these values, the model's own, are what they were."""
     before = {name: value.detach().clone() for name, value in values.items()}
     try:
         yield

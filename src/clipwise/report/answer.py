@@ -151,7 +151,7 @@ class _Ranks:
         return (row.same_bias if self.same else row.bias) or 0.0
 
     def like(self, end: RunNumbers) -> list[RunNumbers]:
-        """Those whose bias is printed like that of the first or the last."""
+        """Those whose bias is printed like this one's."""
         return [row for row in self.order if _whole(self.bias(row)) == _whole(self.bias(end))]
 
     @property

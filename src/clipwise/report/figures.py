@@ -113,7 +113,7 @@ def figures(runs: Sequence[Recorded]) -> list[Figure]:
 def quality(runs: Sequence[Recorded]) -> Figure | None:
     """Accuracy, or error, against ε spent."""
     what = "accuracy" if any("accuracy" in run.last for run in runs) else "error"
-    lines = _lines(runs, lambda run: run.metrics, lambda row: row.get("epsilon"), lambda row: row.get(what))
+    lines = _lines(runs, lambda row: row.get(what), lambda row: row.get("epsilon"), lambda run: run.metrics)
     return _one(
         "quality",
         f"{what.capitalize()} for the privacy spent",
@@ -133,15 +133,15 @@ def bias(runs: Sequence[Recorded]) -> Figure | None:
         "The share of the clipped mean gradient that does not point along the true one, before noise. Lower is better.",
         Axis("step"),
         Axis("off the true direction", low=0.0, percent=True),
-        _lines(runs, lambda run: run.looks, lambda row: row["step"], lambda row: own(row)["direction_error"]),
+        _lines(runs, lambda look: own(look)["direction_error"]),
     )
 
 
 def noise(runs: Sequence[Recorded]) -> Figure | None:
     """Length of the noise over the length of the clipped mean."""
 
-    def value(row: Values) -> float | None:
-        ratio = own(row)["signal_to_noise"]
+    def value(look: Values) -> float | None:
+        ratio = own(look)["signal_to_noise"]
         return 1 / ratio if ratio else None
 
     return _one(
@@ -150,13 +150,13 @@ def noise(runs: Sequence[Recorded]) -> Figure | None:
         "How many times longer the privacy noise of one step is than the clipped gradient it hides. Lower is better.",
         Axis("step"),
         Axis("noise ÷ gradient", log=True),
-        _lines(runs, lambda run: run.looks, lambda row: row["step"], value),
+        _lines(runs, value),
     )
 
 
 def alignment(runs: Sequence[Recorded]) -> Figure | None:
     """Cosine of the released gradient with the true mean."""
-    lines = _lines(runs, lambda run: run.looks, lambda row: row["step"], lambda row: own(row)["alignment"])
+    lines = _lines(runs, lambda look: own(look)["alignment"])
     least = min((value for line in lines if isinstance(line, Line) for value in line.y), default=0.0)
     return _one(
         "alignment",
@@ -189,10 +189,10 @@ def same_gradients(runs: Sequence[Recorded]) -> Figure | None:
 
 
 def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
-    """A number of each run's method over the looks of all runs, its mean; None unless all looks have it.
+    """The mean of a number of each run's method over the looks of all runs; None unless all looks have it.
 
-    A method that changes as it trains has none: how it would have changed in another run, nobody knows. Neither has
-    one of several on different data: which of them would be asked about whose? A run that diverged is not ranked.
+    None, too, for a method that changes as it trains, since nobody knows how it would have changed in another run, for
+    runs on different data, and for one that diverged.
     """
     looks = [look for run in runs for look in run.looks] if comparable(runs) else []
     found: dict[str, float | None] = {}
@@ -206,7 +206,8 @@ def fair(runs: Sequence[Recorded], what: str) -> dict[str, float | None]:
 
 def left_out(where: str, others: Mapping[str, int | None]) -> str:
     """Who is missing from a ranking, and why; ``others`` is each one's name with the step at which it diverged."""
-    gone, alone = ([name for name, at in others.items() if (at is not None) == lost] for lost in (True, False))
+    gone = [name for name, at in others.items() if at is not None]
+    alone = [name for name, at in others.items() if at is None]
     said = [f"{', '.join(gone)}, which diverged"] if gone else []
     said += [f"{', '.join(alone)}, which only its own run can tell"] if alone else []
     return f" {where}: {'; '.join(said)}." if said else ""
@@ -349,10 +350,11 @@ def _bound(look: Values) -> float | None:
 
 def _lines(
     runs: Sequence[Recorded],
-    rows: Callable[[Recorded], Sequence[Values]],
-    x: Callable[[Values], Any],
     y: Callable[[Values], Any],
+    x: Callable[[Values], Any] = lambda look: look["step"],
+    rows: Callable[[Recorded], Sequence[Values]] = lambda run: run.looks,
 ) -> list[Mark]:
+    """A line for each run, over the steps of its looks unless ``x`` and ``rows`` say otherwise."""
     found: list[Mark] = []
     for number, run in enumerate(runs):
         points = [(x(row), y(row)) for row in rows(run)]

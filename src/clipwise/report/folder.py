@@ -35,7 +35,7 @@ AND_RESUME = f"{FREE_SPACE}, and resume"
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Refuse a place where something is, since no run is written over another, or where nothing can be written.
+    """Refuse a folder that is not empty, since no run is written over another, or that cannot be written to.
 
     *Guarantees*: what it creates to see that is gone again.
     """

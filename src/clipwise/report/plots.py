@@ -26,9 +26,10 @@ def plotted(figures: Sequence[Figure], folder: Path) -> list[Path]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
+        "svg.fonttype": "none",  # text stays text
     }
     places = []
-    with rc_context({**style, "svg.fonttype": "none"}):  # text stays text
+    with rc_context(style):
         for figure in figures:
             drawing = _drawn(figure)
             for ending in ("png", "svg"):

@@ -109,7 +109,7 @@ def refuse_unfinished(path: Path) -> None:
 
 
 def resuming(run: Path) -> str:
-    """What goes on with this run, or with the comparison or experiment that it is a part of."""
+    """What to write to go on with this run, or with the comparison or experiment that it is a part of."""
     command = command_of(run.parent)
     if command in ("compare", "reproduce"):
         return f"clipwise {command} --resume {shlex.quote(str(run.parent))}"
@@ -183,13 +183,13 @@ def guessed(roc: Values) -> str:
 
 
 def short(data: str) -> str:
-    """The data's name without where it lies and which part is taken: for titles, and as a part of a file name."""
+    """The data's name without its folder and options, for titles and file names."""
     head = data.partition("?")[0]
     return Path(head.partition(":")[2]).stem or head
 
 
 def comparable(runs: Sequence[Recorded]) -> bool:
-    """Whether the runs had the same data and task: nothing of other data ranks them."""
+    """Whether the runs had the same data and task: others cannot be ranked."""
     return len({(run.data, "error" in run.last) for run in runs}) == 1
 
 

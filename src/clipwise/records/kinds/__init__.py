@@ -13,7 +13,7 @@ from clipwise.records.kinds.dense import PIECE, Dense
 from clipwise.records.kinds.halved import Halved
 from clipwise.records.kinds.indexed import Indexed
 from clipwise.records.kinds.outer import Outer, outer_form
-from clipwise.records.kinds.record import Record, full_precision, wide, wide_format, written_format
+from clipwise.records.kinds.record import Record, full_precision, tensors_of, wide, wide_format, written_format
 from clipwise.records.kinds.sums import beside, cross, joined, sq_norms, summed, totals, widened
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "outer_form",
     "sq_norms",
     "summed",
+    "tensors_of",
     "totals",
     "wide",
     "wide_format",

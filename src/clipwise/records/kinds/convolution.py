@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 
 from clipwise.records import forms, tuning
-from clipwise.records.kernels import (
-    convolution_dense,
-    convolution_gram_sq_norm,
-    convolution_sq_norm,
-    convolution_total,
-)
+from clipwise.records.kernels import convolution_dense, convolution_gram_sq_norm, convolution_sq_norm, convolution_total
 from clipwise.records.kernels.convolution_gram import gram_cost, possible
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.kinds.dense import streamed_sq_norm

@@ -1,7 +1,8 @@
 """What every kind of record can do, and what they all compute with.
 
 Receives: tensors whose first dimension is the samples.
-Gives: Record, the algebra that each kind has; wide, shaped, masked, flat and units, the small steps that kinds share.
+Gives: Record, the algebra that each kind has; tensors_of, what one is made of; wide, shaped, masked, flat and units,
+the small steps that kinds share.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Record(Protocol):
     def dense(self) -> Tensor:
         """v_i written out. [sample, *shape]."""
         ...
+
+
+def tensors_of(record: Record) -> dict[str, Tensor]:
+    """A record's tensors, by the names of its fields."""
+    return {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
 
 
 def wide(tensor: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
 
 def _outers(records: Sequence[Record]) -> tuple[list[Record], dict[int, Outer]]:
     """The records as kernels read them; of those that kernels of many layers take, the factors, by their place."""
-    # what is yet to be rounded is so one by one: all at once would take as much memory again
+    # what is yet to be rounded is rounded one by one: all at once would take as much memory again
     ready = [record.padded() if isinstance(record, Outer) else record for record in records]
     found: dict[int, Outer] = {}
     for i, record in enumerate(ready):

@@ -46,7 +46,7 @@ def convolution(
     else:
         pads = _tuple(padding, space)
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
-    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)  # noqa: E731
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, spread, groups)
     own = _apart(m, weight, geometry)
     if own is None:
         output = _kernel(m, x, weight, bias, groups, run)
@@ -75,7 +75,7 @@ def transposed_convolution(
         return by_vmap(m)
     steps, pads, spread, more = (_tuple(v, space) for v in (stride, padding, dilation, output_padding))
     geometry = Geometry(weight.shape, steps, pads, spread, groups)
-    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, more, groups, spread)  # noqa: E731
+    run = lambda x, w, b, groups: m.call.function(x, w, b, steps, pads, more, groups, spread)
     x = m.cast(input, seen_format(input))
     output = _kernel(m, x, weight, bias, groups, run)
     return _convolved(m, x, weight, bias, geometry, output, transposed=True)
@@ -262,11 +262,11 @@ def _convolved(
             wants.append(Want(source, (n, *geometry.shape), dtype, lambda b, x: write(record(x, b)), Dense))
             saved = [x]
         else:
-            pair = lambda b: record(_as_read(x), _as_read(b))  # noqa: E731 (once, for the norm and every sum)
+            pair = lambda b: record(_as_read(x), _as_read(b))  # once, for the norm and every sum
             wants.append(Want(source, output.shape, output.dtype, identity, pair))
         m.tape.site([source], m.call.label, form)
     channels = output.shape[1]
-    keep = lambda b: wide(b).flatten(2).sum(2).reshape(n, factor, channels).sum(1)  # noqa: E731
+    keep = lambda b: wide(b).flatten(2).sum(2).reshape(n, factor, channels).sum(1)
     return m.tap(output, saved, [*wants, added_to(m.source(bias), output, m.out, keep)])
 
 

@@ -67,7 +67,7 @@ def _features(
 ) -> Tensor:
     """A normalisation whose parameters are of the last dimensions' shape."""
     n, out = m.samples, m.out
-    keep = lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1)  # noqa: E731
+    keep = lambda t: wide(by_sample(t, out, n)).reshape(n, -1, *shape).sum(1)
     return _affine(m, input, weight, bias, run, keep)
 
 
@@ -81,7 +81,7 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """F.layer_norm."""
-    run = lambda x, w, b: F.layer_norm(x, normalized_shape, w, b, eps)  # noqa: E731
+    run = lambda x, w, b: F.layer_norm(x, normalized_shape, w, b, eps)
     return _features(m, m.cast(input, normal_format(input)), normalized_shape, weight, bias, run)
 
 
@@ -95,7 +95,7 @@ def rms_norm(
     """F.rms_norm."""
     # the default epsilon is the input format's, which the backward's wider copy must not change
     eps = torch.finfo(input.dtype).eps if eps is None else eps
-    run = lambda x, w, _: F.rms_norm(x, normalized_shape, w, eps)  # noqa: E731
+    run = lambda x, w, _: F.rms_norm(x, normalized_shape, w, eps)
     return _features(m, input, normalized_shape, weight, None, run)
 
 
@@ -104,7 +104,7 @@ def _channels(
 ) -> Tensor:
     """A normalisation whose parameters belong to channels."""
     n, factor, channels = m.samples, m.out.factor, input.shape[1]
-    keep = lambda t: wide(t).reshape(n, factor, channels, -1).sum((1, 3))  # noqa: E731
+    keep = lambda t: wide(t).reshape(n, factor, channels, -1).sum((1, 3))
     return _affine(m, input, weight, bias, run, keep, trailing=input.dim() - 2)
 
 

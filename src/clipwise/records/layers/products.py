@@ -136,7 +136,7 @@ def _product(
     turned = source is not None and flip != source.flipped  # the parameter is [p, q]
     added = None if offset is None else cut(offset.value)[:, None]
     if own is not None and own.factored and not m.tape.dual:
-        call = lambda: plain(m.value(bias) if offset is None else None)  # noqa: E731
+        call = lambda: plain(m.value(bias) if offset is None else None)
         matrix = m.value(weight).mT if flip else m.value(weight)
         y: Tensor = _Factored.apply(x, call, matrix, own, added, rows, units, turned)  # type: ignore[no-untyped-call]
         return y
