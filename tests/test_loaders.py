@@ -729,6 +729,17 @@ def test_nobody_guesses_whether_the_day_or_the_month_stands_in_front(tmp_path: P
         assert x[:2].flatten().tolist() == pytest.approx(expected)
 
 
+def test_numbers_may_have_a_decimal_comma(tmp_path: Path) -> None:
+    path = table(tmp_path, "dose;ward;y\n" + "0,5;1,5;0\n1.234,5;a;1\n1.000;1,5;0\n-2,5e1;;1\n;b;0\n")
+    said = "separator=;&label=y:0|1&columns=dose:-100..1234.5|,ward:1%2C5|a"
+    x, _ = every(load(f"csv:{path}?decimal=comma&{said}&test_file={path}").train)
+    number = lambda v: (2 * v - 1134.5) / 1334.5
+    expected = [[number(0.5), 0, 1, 0], [1, 0, 0, 1], [number(1000), 0, 1, 0], [number(-25), 0, 0, 0], [0, 1, 0, 0]]
+    assert x.tolist() == [pytest.approx(row) for row in expected]
+    refused(f"csv:{path}?{said}", "got '0,5' in line 2: write it with a point and no other signs, as in 1234.5 (or dec")
+    refused(f"csv:{path}?decimal=,&{said}", "write one of comma, point")
+
+
 def test_a_comma_within_a_value_is_explained(tmp_path: Path) -> None:
     path = table(tmp_path, "ward,y\n" + '"Heart, unit 2",0\nEye,1\n' * 5)
     refused(f"csv:{path}?label=y:0|1&columns=ward:Eye|Heart, unit 2", "a comma within a value is written %2C")

@@ -27,11 +27,14 @@ from clipwise.types import InputError, whole
 
 
 class Cells(list[Any]):
-    """A column: its cells, one per row, its name, and the line of the file that each row ends in."""
+    """A column: its cells, one per row, its name, and the line of the file that each row ends in.
 
-    def __init__(self, name: str, cells: Iterable[Any], lines: Sequence[int]) -> None:
+    With ``comma``, its numbers are written as in 1.234,5.
+    """
+
+    def __init__(self, name: str, cells: Iterable[Any], lines: Sequence[int], comma: bool = False) -> None:
         super().__init__(cells)
-        self.name, self.lines = name, lines
+        self.name, self.lines, self.comma = name, lines, comma
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Range:
         known = np.full(len(cells), self.low)
         limits = "FIRST..LAST" if self.dates else "log(LOW..HIGH)" if self.log else "LOW..HIGH"
         known[~none] = (partial(_days, self.dates) if self.dates else _numbers)(
-            Cells(cells.name, [cell for cell, _ in there], [line for _, line in there]),
+            Cells(cells.name, [cell for cell, _ in there], [line for _, line in there], cells.comma),
             said=limits + "".join(f"|{escaped(each)}" for each in self.missing),
         )
         values = np.array([self.low, self.high, *np.clip(known, self.low, self.high)])
@@ -211,7 +214,9 @@ _WRITTEN_OTHERWISE = re.compile(r"[-+]?[$€£]?\s?\d[\d.,' ]*\s?[%$€£]?")  #
 
 def numeric(cell: Any) -> bool:
     """Whether a cell is a number, perhaps written as only people read it."""
-    return is_number(cell) or (_WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None and not notations([cell]))
+    return is_number(_with_point(cell)) or (
+        _WRITTEN_OTHERWISE.fullmatch(word(cell)) is not None and not notations([cell])
+    )
 
 
 def is_text(cells: Sequence[Any]) -> bool:
@@ -229,16 +234,28 @@ def _numbers(cells: Cells, said: str = "LOW..HIGH") -> NDArray[np.float64]:
     """[n]; a cell that is no finite number is an error: a guess for it would have to come from other rows."""
     name, values = cells.name, np.empty(len(cells))
     for row, cell in enumerate(cells):
-        if not is_number(cell):
+        number = _with_point(cell) if cells.comma else cell
+        if not is_number(number):
             also = "".join(f"|{escaped(each)}" for each in _strangers(cells, numeric))
             missing = f"write '{escaped(name)}:{said}{also}' where a number is missing"
-            write = "write it with a point and no other signs, as in 1234.5" if numeric(cell) else missing
+            comma = not cells.comma and is_number(_with_point(cell))
+            point = f"write it with a point and no other signs, as in 1234.5{' (or decimal=comma)' if comma else ''}"
+            write = point if numeric(cell) else missing
             raise InputError(
                 f"the column {name} must hold numbers, got {word(cell)!r} in line {cells.lines[row]}: {write}, "
                 f"say '{name}:VALUE|VALUE' or '{name}:#16' for categories, or leave {name} out of columns=…"
             )
-        values[row] = float(cell)
+        values[row] = float(number)
     return values
+
+
+_WITH_COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
+
+
+def _with_point(cell: Any) -> Any:
+    """1234.5 for 1.234,5; what is written in another way as it is."""
+    commas = isinstance(cell, str) and _WITH_COMMA.fullmatch(cell.strip())
+    return cell.replace(".", "").replace(",", ".") if commas else cell
 
 
 def _one_hot(places: Sequence[int], width: int) -> NDArray[np.float64]:

@@ -61,9 +61,10 @@ def read(source: Source, path: Path, without: str | None = None) -> Table:
 
     ``without`` is a column that may be missing though the source names it; such a file may also have a line of names.
     """
+    comma = source.word("decimal", "point", ("point", "comma")) == "comma"
     try:
         file = file_of(source, path)
-        return _jsonl(file) if source.name == "jsonl" else _csv(source, without, file)
+        return _jsonl(file, comma) if source.name == "jsonl" else _csv(source, without, file, comma)
     except (OSError, UnicodeError, csv.Error) as error:
         encoded_otherwise = isinstance(error, UnicodeError)
         packed = encoded_otherwise and next(filter(path.read_bytes().startswith, PACKED), None)
@@ -80,7 +81,7 @@ def _text_of(path: Path) -> str:
     return path.read_text(encoding="utf-16" if marked else "utf-8-sig")
 
 
-def _csv(source: Source, without: str | None, path: Path) -> Table:
+def _csv(source: Source, without: str | None, path: Path, comma: bool) -> Table:
     """``separator`` and ``names`` (of the columns) say where the file has others, or no first line."""
     names = [unescaped(name) for name in source.listed("names")]
     tabs = path.suffix == ".tsv"
@@ -88,11 +89,18 @@ def _csv(source: Source, without: str | None, path: Path) -> Table:
     separator = SEPARATORS.get(given, unescaped(given))
     if len(separator) != 1:
         raise InputError(f"separator must be one sign or {', '.join(SEPARATORS)}, got {given!r}: write separator=;")
-    return read_csv(path, _text_of(path), names, separator, quoted=not tabs, without=without)
+    return read_csv(path, _text_of(path), names, separator, quoted=not tabs, comma=comma, without=without)
 
 
 def read_csv(
-    path: Path, text: str, names: Sequence[str], separator: str, *, quoted: bool, without: str | None = None
+    path: Path,
+    text: str,
+    names: Sequence[str],
+    separator: str,
+    *,
+    quoted: bool,
+    comma: bool = False,
+    without: str | None = None,
 ) -> Table:
     """The columns of a text with one row per line, below a line of their names where ``names`` does not say them."""
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE  # tab-separated files do not quote
@@ -133,10 +141,10 @@ def read_csv(
             )
     numbers = [line for line, _ in rows]
     columns = zip(*(cells for _, cells in rows), strict=True)
-    return {name: Cells(name, column, numbers) for name, column in zip(names, columns, strict=True)}
+    return {name: Cells(name, column, numbers, comma) for name, column in zip(names, columns, strict=True)}
 
 
-def _jsonl(path: Path) -> Table:
+def _jsonl(path: Path, comma: bool) -> Table:
     table: Table = {}
     lines: list[int] = []
     for line, text in enumerate(_text_of(path).split("\n"), start=1):
@@ -155,7 +163,7 @@ def _jsonl(path: Path) -> Table:
             )
         lines.append(line)
         for key, value in row.items():
-            table.setdefault(key, Cells(key, [], lines)).append(value)
+            table.setdefault(key, Cells(key, [], lines, comma)).append(value)
     if not table:
         raise InputError(f"{path} must have one JSON object per line, got no rows: add some")
     return table
