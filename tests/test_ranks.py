@@ -100,7 +100,7 @@ def of_its_own_weights() -> None:
     private.step(next(private.batches()))
 
 
-def whole_run(folder: Path, **options: Any) -> cw.Run:
+def whole_run(folder: Path | None, **options: Any) -> cw.Run:
     settings = {"noise": 7, "batch": 20, "method": "adaptive(0.5)", "self_test": False, **options}
     model = net(dist.get_rank() if dist.is_initialized() else 0)
     return cw.train(model, cw.cross_entropy, data(), noise_multiplier=0.7, steps=4, folder=folder, **settings)
@@ -110,14 +110,29 @@ class Stop(Exception):
     pass
 
 
-def stopped_and_resumed(folder: Path) -> cw.Run:
+def stopped_and_resumed(folder: Path, after: int = 2, **options: Any) -> cw.Run:
     def stop(private: cw.Private, seen: Any) -> None:
-        if private.steps_taken == 2:
+        if private.steps_taken == after:
             raise Stop
 
     with pytest.raises(Stop):
-        whole_run(folder, progress=stop)
-    return whole_run(folder, resume=True)
+        whole_run(folder, progress=stop, **options)
+    return whole_run(folder, resume=True, **options)
+
+
+def evaluated_by_all(place: Path) -> tuple[int, tuple[Any, ...]]:
+    """An evaluation that adds over all processes must be made equally often in each."""
+    calls = 0
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        return {"calls": calls}
+
+    whole_run(None, evaluate=evaluate)
+    whole_run(place / "evaluated", evaluate=evaluate, evaluate_every=2)
+    resumed = stopped_and_resumed(place / "at the end", after=4, evaluate=evaluate, evaluate_every=2)
+    return calls, resumed.metrics
 
 
 def one_of_several(rank: int, place: str) -> None:
@@ -139,6 +154,7 @@ def one_of_several(rank: int, place: str) -> None:
             "noise": of_noise_alone(),
             "run": (weights(run.model), run.epsilon),
             "resumed": (weights(resumed.model), resumed.epsilon),
+            "evaluated": evaluated_by_all(Path(place)),
             "said": {
                 "data": message(lambda: private_for(net(), data(seed=rank))),
                 "steps": message(lambda: private_for(net(), steps=4 + rank)),
@@ -215,6 +231,13 @@ def test_a_run_of_several_processes_leaves_one_folder_and_is_resumed(
         folder = left[0]["place"] / name
         assert {file.name for file in folder.iterdir()} == {file.name for file in alone.folder.iterdir()}  # type: ignore[union-attr]
         assert cw.Ledger(folder / "ledger.jsonl").releases == 4
+
+
+def test_every_process_evaluates_equally_often_and_knows_what_was_measured(left: list[dict[str, Any]]) -> None:
+    calls, measured = left[0]["evaluated"]
+    assert calls == 2 + 2 + 2  # before the first step only where no folder would keep the run
+    assert [row["step"] for row in measured] == [2, 4]
+    assert left[1]["evaluated"] == (calls, measured)
 
 
 @pytest.mark.parametrize(
