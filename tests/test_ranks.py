@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+# Before there are processes: optimizers import it, and its functions hold on to the processes there are by then. Gloo's
+# threads would outlive destroy_process_group and now and then abort a child at its end (PyTorch 2.13).
+import torch.distributed.nn.functional
 from torch import nn
 
 import clipwise as cw
