@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch import nn
 
 import clipwise as cw
-from clipwise.types import InputError, Refused
+from clipwise.types import InputError, PoissonGaussian, Refused
 
 ROOT = Path(__file__).parent.parent
 PROCESSES, SAMPLES = 2, 60
@@ -104,6 +104,12 @@ def of_its_own_weights() -> None:
     private.step(next(private.batches()))
 
 
+def one_release() -> cw.Ledger:
+    ledger = cw.Ledger()
+    ledger.record(PoissonGaussian(1.0, 0.1))
+    return ledger
+
+
 def whole_run(folder: Path | None, **options: Any) -> cw.Run:
     settings = {"noise": 7, "batch": 20, "method": "adaptive(0.5)", "self_test": False, **options}
     model = net(dist.get_rank() if dist.is_initialized() else 0)
@@ -163,6 +169,7 @@ def one_of_several(rank: int, place: str) -> None:
                 "data": message(lambda: private_for(net(), data(seed=rank))),
                 "steps": message(lambda: private_for(net(), steps=4 + rank)),
                 "seeds": message(lambda: private_for(net(), noise=rank)),
+                "spent": message(lambda: private_for(net(), ledger=None if rank else one_release())),
                 "units": message(lambda: private_for(net(), method="p_average(flat(0.5), size=2)")),
                 "momenta": message(lambda: private_for(net(), method="momentum_per_sample()", batch=SAMPLES)),
                 "exchanged": message(lambda: setattr(private, "method", cw.p_average())),
@@ -250,6 +257,7 @@ def test_every_process_evaluates_equally_often_and_knows_what_was_measured(left:
         ("data", r"expected the same data in each, got .* give every process the same data, all of it"),
         ("steps", r"expected the same steps in each, got [45] and [45]"),
         ("seeds", r"expected the same noise in each, got seeded\([01]\) and seeded\([01]\)"),
+        ("spent", r"expected the same spent in each, got .*1 × PoissonGaussian"),
         ("units", "p_average needs the whole batch in one process"),
         ("momenta", "momentum_per_sample needs the whole batch in one process"),
         ("exchanged", "p_average needs the whole batch in one process"),
