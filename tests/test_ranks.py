@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+# Before there are processes: optimizers import it, and its functions hold on to the processes there are by then. Gloo's
+# threads would outlive destroy_process_group and now and then abort a child at its end (PyTorch 2.13).
+import torch.distributed.nn.functional
 from torch import nn
 
 import clipwise as cw
-from clipwise.types import InputError, Refused
+from clipwise.types import InputError, PoissonGaussian, Refused
 
 ROOT = Path(__file__).parent.parent
 PROCESSES, SAMPLES = 2, 60
@@ -100,7 +104,13 @@ def of_its_own_weights() -> None:
     private.step(next(private.batches()))
 
 
-def whole_run(folder: Path, **options: Any) -> cw.Run:
+def one_release() -> cw.Ledger:
+    ledger = cw.Ledger()
+    ledger.record(PoissonGaussian(1.0, 0.1))
+    return ledger
+
+
+def whole_run(folder: Path | None, **options: Any) -> cw.Run:
     settings = {"noise": 7, "batch": 20, "method": "adaptive(0.5)", "self_test": False, **options}
     model = net(dist.get_rank() if dist.is_initialized() else 0)
     return cw.train(model, cw.cross_entropy, data(), noise_multiplier=0.7, steps=4, folder=folder, **settings)
@@ -110,14 +120,29 @@ class Stop(Exception):
     pass
 
 
-def stopped_and_resumed(folder: Path) -> cw.Run:
+def stopped_and_resumed(folder: Path, after: int = 2, **options: Any) -> cw.Run:
     def stop(private: cw.Private, seen: Any) -> None:
-        if private.steps_taken == 2:
+        if private.steps_taken == after:
             raise Stop
 
     with pytest.raises(Stop):
-        whole_run(folder, progress=stop)
-    return whole_run(folder, resume=True)
+        whole_run(folder, progress=stop, **options)
+    return whole_run(folder, resume=True, **options)
+
+
+def evaluated_by_all(place: Path) -> tuple[int, tuple[Any, ...]]:
+    """An evaluation that adds over all processes must be made equally often in each."""
+    calls = 0
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        nonlocal calls
+        calls += 1
+        return {"calls": calls}
+
+    whole_run(None, evaluate=evaluate)
+    whole_run(place / "evaluated", evaluate=evaluate, evaluate_every=2)
+    resumed = stopped_and_resumed(place / "at the end", after=4, evaluate=evaluate, evaluate_every=2)
+    return calls, resumed.metrics
 
 
 def one_of_several(rank: int, place: str) -> None:
@@ -139,10 +164,12 @@ def one_of_several(rank: int, place: str) -> None:
             "noise": of_noise_alone(),
             "run": (weights(run.model), run.epsilon),
             "resumed": (weights(resumed.model), resumed.epsilon),
+            "evaluated": evaluated_by_all(Path(place)),
             "said": {
                 "data": message(lambda: private_for(net(), data(seed=rank))),
                 "steps": message(lambda: private_for(net(), steps=4 + rank)),
                 "seeds": message(lambda: private_for(net(), noise=rank)),
+                "spent": message(lambda: private_for(net(), ledger=None if rank else one_release())),
                 "units": message(lambda: private_for(net(), method="p_average(flat(0.5), size=2)")),
                 "momenta": message(lambda: private_for(net(), method="momentum_per_sample()", batch=SAMPLES)),
                 "exchanged": message(lambda: setattr(private, "method", cw.p_average())),
@@ -217,12 +244,20 @@ def test_a_run_of_several_processes_leaves_one_folder_and_is_resumed(
         assert cw.Ledger(folder / "ledger.jsonl").releases == 4
 
 
+def test_every_process_evaluates_equally_often_and_knows_what_was_measured(left: list[dict[str, Any]]) -> None:
+    calls, measured = left[0]["evaluated"]
+    assert calls == 2 + 2 + 2  # before the first step only where no folder would keep the run
+    assert [row["step"] for row in measured] == [2, 4]
+    assert left[1]["evaluated"] == (calls, measured)
+
+
 @pytest.mark.parametrize(
     ("what", "says"),
     [
         ("data", r"expected the same data in each, got .* give every process the same data, all of it"),
         ("steps", r"expected the same steps in each, got [45] and [45]"),
         ("seeds", r"expected the same noise in each, got seeded\([01]\) and seeded\([01]\)"),
+        ("spent", r"expected the same spent in each, got .*1 × PoissonGaussian"),
         ("units", "p_average needs the whole batch in one process"),
         ("momenta", "momentum_per_sample needs the whole batch in one process"),
         ("exchanged", "p_average needs the whole batch in one process"),

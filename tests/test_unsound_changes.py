@@ -229,6 +229,11 @@ def by_global(model: nn.Module, batch: Any) -> Tensor:
     return cw.cross_entropy(model, (mixed(batch[0]), batch[1]))
 
 
+@torch.autocast("cpu", enabled=False)
+def decorated(model: nn.Module, batch: Any) -> Tensor:
+    return by_global(model, batch)
+
+
 class Loss:
     """May mix samples by a flag of its own, and puts them through a norm."""
 
@@ -264,6 +269,10 @@ def a_global_flag() -> tuple[dict[str, Any], Callable[[], None]]:
     return {"loss": by_global}, lambda: setattr(SETTINGS.step, "mixup", True)
 
 
+def a_flag_behind_decorators() -> tuple[dict[str, Any], Callable[[], None]]:
+    return {"loss": lambda model, batch: decorated(model, batch)}, lambda: setattr(SETTINGS.step, "mixup", True)
+
+
 def a_flag_of_the_closure() -> tuple[dict[str, Any], Callable[[], None]]:
     mixup = False
 
@@ -294,7 +303,14 @@ def a_setting_of_the_model() -> tuple[dict[str, Any], Callable[[], None]]:
 
 @pytest.mark.parametrize(
     "which",
-    [a_global_flag, a_flag_of_the_closure, an_option_of_the_loss, a_norm_in_the_loss, a_setting_of_the_model],
+    [
+        a_global_flag,
+        a_flag_behind_decorators,
+        a_flag_of_the_closure,
+        an_option_of_the_loss,
+        a_norm_in_the_loss,
+        a_setting_of_the_model,
+    ],
 )
 def test_a_loss_or_a_model_that_is_switched_by_a_flag_elsewhere_is_tested(
     which: Callable[[], tuple[dict[str, Any], Callable[[], None]]], monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,7 @@ def make_private(
             "method": str(chosen),
             "batch": batch,
             "steps": count,
+            "spent": [f"{n} × {event}" for event, n in earlier],  # a process without it would state too small an ε
             "noise_multiplier": sigma,
             "noise": stream.name,
             "post": str(after),

@@ -195,7 +195,7 @@ class _Loop:
         private = self.private
         if not private.steps_taken and not self.looks:
             self.look()
-        if self.folder is None:
+        if ranks.told(lambda: self.folder is None):
             self.evaluated()  # a mistake in it would lose the run, which no folder keeps, after its last step
         if private.steps_taken == private.steps:  # stopped after its last step, before all was seen
             self.note(every)
@@ -342,9 +342,14 @@ class _Loop:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.ema is not None:
             self.ema.load_state_dict(state["average"])
-        if self.folder is not None:
-            self.folder.forget_after(state["step"])
-            self.metrics, self.looks = [*self.folder.metrics()], [*self.folder.diagnostics()]
+        # in every process: what was measured is not measured again, as an evaluation of all of them must know
+        self.metrics, self.looks = ranks.told(lambda: self._seen(state["step"]))
+
+    def _seen(self, step: int) -> tuple[list[Mapping[str, float]], list[Mapping[str, Any]]]:
+        """What the folder holds of measurements and looks until this step; it goes on from there."""
+        assert self.folder is not None
+        self.folder.forget_after(step)
+        return [*self.folder.metrics()], [*self.folder.diagnostics()]
 
     def _warn_of_repeated(self, repeated: int) -> None:
         private = self.private

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -38,8 +39,11 @@ def _named(function: Any, seen: set[CodeType]) -> Iterator[tuple[str, Any]]:
         names = _mentioned(function.__code__)[1]
         for name, value in _of_code(function):
             yield from _within(name, value, names)
-            if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+            within = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+            if isinstance(within, FunctionType) and within.__globals__ is function.__globals__:
                 yield from _named(value, seen)  # a library's would lead to all of it
+        if hasattr(function, "__wrapped__"):  # by a library's decorator, such as torch.autocast
+            yield from _named(function.__wrapped__, seen)
     elif callable(function) and isinstance(function.__call__, MethodType):
         yield from _named(function.__call__, seen)
 
