@@ -22,7 +22,7 @@ import clipwise as cw
 from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
-from clipwise.data.copies import refuse_private, warn_of_numbers
+from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
 from clipwise.data.parts import warn_of_parts
 from clipwise.records.chance import seeded
 from clipwise.report import read
@@ -494,11 +494,57 @@ def test_rows_that_are_copied_to_balance_classes_are_warned_of() -> None:
         private_for(nn.Linear(9, 3), (torch.cat([x, x[few], x[few]]), torch.cat([Y, Y[few], Y[few]])))
 
 
-@pytest.mark.parametrize("x", [torch.randn(ROWS, 9), torch.ones(ROWS, 9), torch.arange(9.0).repeat(ROWS, 1)])
+PICTURES = torch.randn(ROWS, 2, 5, 5, generator=torch.Generator().manual_seed(3))
+MIRRORED_OR_TURNED = [
+    lambda x: x.flip(-1),
+    lambda x: x.flip(-2),
+    lambda x: x.rot90(1, (-2, -1)),
+    lambda x: x.rot90(2, (-2, -1)),
+    lambda x: x.rot90(3, (-2, -1)),
+    lambda x: x.mT,
+]
+
+
+@pytest.mark.parametrize("change", MIRRORED_OR_TURNED)
+@pytest.mark.parametrize("shape", ["channels first", "channels last", "gray"])
+def test_pictures_that_are_others_mirrored_or_turned_are_warned_of(
+    change: Callable[[Tensor], Tensor], shape: str
+) -> None:
+    """A person then moves the sum by both; where ``rows_per_person`` says so, ε is for both."""
+    x = torch.cat([PICTURES, change(PICTURES)])
+    x = x.movedim(1, -1).contiguous() if shape == "channels last" else x[:, 0] if shape == "gray" else x
+    with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
+        warn_of_copies(as_dataset(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_copies(as_dataset(x), rows_per_person=2)
+
+
+def test_more_copies_than_a_person_may_have_rows_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="240 rows of the data are copies of others"):
+        warn_of_copies(as_dataset(PICTURES.repeat(3, 1, 1, 1)), rows_per_person=2)
+
+
+def test_a_data_set_that_repeats_its_samples_mirrored_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="sample 60 of the data is sample 0 again, .* mirrored"):
+        refuse_shared(
+            as_dataset(Made(ROWS, lambda i: PICTURES[i % 60].flip(-1) if i >= 60 else 1 * PICTURES[i])), seeded
+        )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(ROWS, 9),
+        torch.ones(ROWS, 9),
+        torch.arange(9.0).repeat(ROWS, 1),
+        torch.cat([PICTURES[:60, 0, :3, :3], PICTURES[:60, 0, :3, :3].roll(1, -1)]),  # the same numbers elsewhere
+    ],
+)
 def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        private_for(nn.Linear(9, 3), (x, Y))
+        private_for(nn.Sequential(nn.Flatten(), nn.Linear(9, 3)), (x, Y))
 
 
 class Made(Dataset[Any]):

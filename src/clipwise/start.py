@@ -120,7 +120,7 @@ def make_private(
     dataset = as_dataset(data, collate)
     rows, batch = len(dataset), whole("batch", batch)
     _check_sizes(rows, batch, delta)
-    warn_of_copies(dataset)
+    warn_of_copies(dataset, rows_per_person)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)

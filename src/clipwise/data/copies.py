@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,16 +28,31 @@ AT_ONCE = 256
 TIMES = range(2, 11)  # a data set that repeats all samples so often has sample 0 again at 1/2, 1/3, … of its length
 
 
-def warn_of_copies(data: RowDataset) -> None:
-    """Warn of rows that are others number for number, where that is no chance: samplers are refused, copies are not."""
-    known, copies = set[int](), 0
+def warn_of_copies(data: RowDataset, rows_per_person: int = 1) -> None:
+    """Warn of rows that are others, number for number or mirrored or turned, where that is no chance.
+
+    ``rows_per_person`` of a kind may be there: ε then holds for all of them.
+    """
+    known, sums, times = set[int](), set[int](), Counter[int]()
+    copies = turns = 0
     for _, rows in _inputs(data, MOST):
         if not rows.is_floating_point() or rows[0].numel() < TELLING:
             return
-        for row in _rows(rows):
+        own = _rows(rows)
+        # whichever way a picture is turned, its bits have one sum: only where that is known, the turns are looked at
+        for row, bits in zip(own, own.view(np.uint32).sum(1, dtype=np.uint64).tolist(), strict=True):
             key = hash(row.tobytes())
-            copies += key in known and telling(row)
+            if bits in sums and telling(row):
+                copy = key in known
+                turned = not copy and any(
+                    hash(each.tobytes()) in known for each in _turned(row.reshape(rows.shape[1:]))
+                )
+                copies, turns = copies + copy, turns + turned
+                times[bits] += copy or turned
             known.add(key)
+            sums.add(bits)
+    if max(times.values(), default=0) < rows_per_person:
+        return
     if copies:
         warnings.warn(
             f"{copies} rows of the data are copies of others, number for number: if one person's are repeated, to "
@@ -44,6 +60,26 @@ def warn_of_copies(data: RowDataset) -> None:
             "write a factor in the loss",
             stacklevel=4,
         )
+    if turns:
+        warnings.warn(
+            f"{turns} rows of the data are others mirrored or turned, number for number: if they were added to have "
+            "more samples, a person moves the sum by all that were made of theirs, and ε is for one; give each picture "
+            'once and write method="self_augmentation(…)", whose views are clipped together, or rows_per_person=how '
+            "many were made of one",
+            stacklevel=4,
+        )
+
+
+def _is_turned(one: Tensor, other: Tensor) -> bool:
+    return any(np.array_equal(each, other.float().numpy(force=True)) for each in _turned(one.float().numpy(force=True)))
+
+
+def _turned(picture: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """A picture with its channels first or last, or none: its mirror images, and all of them turned by right angles."""
+    for places in ((-2, -1), (0, 1)) if picture.ndim > 2 else ((0, 1),) if picture.ndim == 2 else ():
+        for turn in range(4):
+            turned = np.rot90(picture, turn, places)
+            yield from (turned, np.flip(turned, places[0]))
 
 
 def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
@@ -72,11 +108,11 @@ def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
     own = first[0].detach().float().flatten().cpu().numpy() if first and first[0].is_floating_point() else np.zeros(0)
     for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if telling(own) else ():
         again = following if place == 1 else read(place)
-        if again and torch.equal(first[0], again[0]):
+        if again and (torch.equal(first[0], again[0]) or _is_turned(first[0], again[0])):
             warnings.warn(
-                f"sample {place} of the data is sample 0 again, number for number: if the data set repeats its "
-                "samples, each moves the sum by all of its copies, and ε is for one; in the place of repeats, train "
-                "for more epochs",
+                f"sample {place} of the data is sample 0 again, number for number, as it is or mirrored or turned: "
+                "if the data set repeats its samples, each moves the sum by all of its copies, and ε is for one; in "
+                "the place of repeats, train for more epochs, and draw what is done to a sample whenever it is read",
                 stacklevel=4,
             )
             return
