@@ -23,6 +23,7 @@ from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
 from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
+from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.parts import warn_of_parts
 from clipwise.records.chance import seeded
 from clipwise.report import read
@@ -523,6 +524,74 @@ def test_pictures_that_are_others_mirrored_or_turned_are_warned_of(
 def test_more_copies_than_a_person_may_have_rows_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="240 rows of the data are copies of others"):
         warn_of_copies(as_dataset(PICTURES.repeat(3, 1, 1, 1)), rows_per_person=2)
+
+
+TABLE = torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(4)) * torch.tensor([90.0, 1e5, 3, 1]) + 17
+ONE_HOT = torch.eye(30)[torch.arange(ROWS) % 30]
+BYTES = torch.randint(256, (ROWS, 3, 6, 6), generator=torch.Generator().manual_seed(5)) / 255
+
+
+def standardised(x: Tensor, over: Any = 0, correction: int = 1) -> Tensor:
+    return (x - x.mean(over, keepdim=True)) / x.std(over, keepdim=True, correction=correction)
+
+
+def from_0_to_1(x: Tensor) -> Tensor:
+    return (x - x.amin(0)) / (x.amax(0) - x.amin(0))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (standardised(TABLE), "data has exactly a mean of 0"),
+        (standardised(TABLE, correction=0).numpy(), "data has exactly a mean of 0"),
+        ((torch.cat([ONE_HOT, standardised(TABLE)], 1), Y), r"data\[0\] has exactly a mean of 0"),
+        ({"x": TABLE, "y": standardised(TABLE[:, 0])}, r"data\['y'\] has exactly a mean of 0"),
+        (standardised(BYTES, (0, 2, 3)), "data has exactly a mean of 0"),
+        (standardised(BYTES.movedim(1, -1).contiguous(), (0, 1, 2)), "data has exactly a mean of 0"),
+        (standardised(BYTES, (0, 1, 2, 3)), "data has exactly a mean of 0"),
+        (from_0_to_1(TABLE), "data has exactly a range from end to end"),
+        (torch.cat([2 * from_0_to_1(TABLE) - 1, ONE_HOT], 1), "data has exactly a range from end to end"),
+    ],
+)
+def test_data_that_were_scaled_by_their_own_statistics_are_warned_of(data: Any, said: str) -> None:
+    """One outlier less, and everybody's rows are others."""
+    with pytest.warns(UserWarning, match=said):
+        warn_of_fitted(as_dataset(data))
+
+
+def test_a_run_on_data_that_were_scaled_by_their_own_statistics_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="scale by constants that are known without these data"):
+        private_for(nn.Linear(4, 3), (standardised(TABLE), Y))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TABLE,
+        (TABLE - 50) / 50,
+        BYTES,
+        BYTES.flatten(1),
+        2 * BYTES.flatten(1) - 1,
+        (BYTES - 0.5) / 0.5,
+        (BYTES.round(), ONE_HOT, 2.0 * (Y > 0) - 1),
+        torch.randn(ROWS, 4),
+        standardised(BYTES, (1, 2, 3)),  # each row by its own
+        standardised(BYTES, (2, 3)),
+        torch.nn.functional.layer_norm(TABLE, (4,)),
+        torch.ones(ROWS, 2).mul_(torch.tensor([1.0, -1.0]).repeat(ROWS // 2)[:, None]),
+        TABLE[:, :1] * 0,
+        torch.linspace(0, 1, ROWS)[:, None],
+        torch.cartesian_prod(torch.linspace(-1, 1, 10), torch.linspace(-1, 1, 12)),
+        (from_0_to_1(TABLE).clip(0.1, 0.9) - 0.1) / 0.8,  # cut to a range that is known
+        torch.zeros(ROWS, 0),
+        TABLE[:1],
+    ],
+)
+def test_data_that_were_scaled_by_constants_or_row_by_row_are_not_warned_of(
+    data: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    warn_of_fitted(as_dataset(data))
+    assert not recwarn.list
 
 
 def test_a_data_set_that_repeats_its_samples_mirrored_is_warned_of() -> None:

@@ -30,6 +30,7 @@ from clipwise.data.copies import (
     warn_of_named,
     warn_of_numbers,
 )
+from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
@@ -121,6 +122,7 @@ def make_private(
     rows, batch = len(dataset), whole("batch", batch)
     _check_sizes(rows, batch, delta)
     warn_of_copies(dataset, rows_per_person)
+    warn_of_fitted(dataset)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)
