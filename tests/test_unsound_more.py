@@ -496,6 +496,7 @@ def test_rows_that_are_copied_to_balance_classes_are_warned_of() -> None:
 
 
 PICTURES = torch.randn(ROWS, 2, 5, 5, generator=torch.Generator().manual_seed(3))
+BYTES = torch.randint(256, (ROWS, 3, 6, 6), generator=torch.Generator().manual_seed(5)) / 255
 MIRRORED_OR_TURNED = [
     lambda x: x.flip(-1),
     lambda x: x.flip(-2),
@@ -521,6 +522,26 @@ def test_pictures_that_are_others_mirrored_or_turned_are_warned_of(
         warn_of_copies(as_dataset(x), rows_per_person=2)
 
 
+@pytest.mark.parametrize("data", [{"label": Y.repeat(2), "x": PICTURES.repeat(2, 1, 1, 1)}, (Y, PICTURES[Y])])
+def test_copies_are_warned_of_also_behind_their_labels(data: Any) -> None:
+    with pytest.warns(UserWarning, match="rows of the data are copies of others"):
+        warn_of_copies(as_dataset(data))
+
+
+def test_copies_of_pictures_in_bytes_are_warned_of() -> None:
+    x = (BYTES * 255).round().byte()
+    with pytest.warns(UserWarning, match="120 rows of the data are copies of others"):
+        warn_of_copies(as_dataset(x.repeat(2, 1, 1, 1)))
+    with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
+        warn_of_copies(as_dataset((Y.repeat(2), torch.cat([x, x.flip(-1)]))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_copies(as_dataset(x))
+        warn_of_copies(as_dataset((torch.arange(ROWS), PICTURES[Y])))  # what is known of an item, by many users
+        warn_of_copies(as_dataset((x > 127).byte().repeat(2, 1, 1, 1)))  # few numbers: by chance
+        warn_of_copies(as_dataset(x.flatten(1).repeat(2, 1)))  # a table's whole numbers may be alike
+
+
 def test_more_copies_than_a_person_may_have_rows_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="240 rows of the data are copies of others"):
         warn_of_copies(as_dataset(PICTURES.repeat(3, 1, 1, 1)), rows_per_person=2)
@@ -528,7 +549,6 @@ def test_more_copies_than_a_person_may_have_rows_are_warned_of() -> None:
 
 TABLE = torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(4)) * torch.tensor([90.0, 1e5, 3, 1]) + 17
 ONE_HOT = torch.eye(30)[torch.arange(ROWS) % 30]
-BYTES = torch.randint(256, (ROWS, 3, 6, 6), generator=torch.Generator().manual_seed(5)) / 255
 
 
 def standardised(x: Tensor, over: Any = 0, correction: int = 1) -> Tensor:
