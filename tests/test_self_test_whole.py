@@ -538,6 +538,38 @@ def test_a_loss_or_a_model_that_draws_for_each_sample_passes(name: str, method: 
         private.step(batch)
 
 
+class Skips(nn.Module):
+    """A network that leaves a layer out at random, for all samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not self.training or torch.rand(()) < 0.5:
+            x = x + self.second(x)
+        return self.last(x)
+
+
+DRAWN_FOR_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch": lambda x: x.flip(1) if torch.rand(()) < 0.5 else x,
+    "Python": lambda x: x.flip(1) if random.random() < 0.5 else x,
+    "NumPy": lambda x: x * np.random.random(),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWN_FOR_ALL, "a layer"])
+def test_what_is_drawn_for_all_samples_at_once_passes(name: str) -> None:
+    model = Skips() if name == "a layer" else network(nn.Linear(16, 16))
+    change = DRAWN_FOR_ALL.get(name, lambda x: x)
+    private = private_for(
+        model, loss=lambda model, batch: F.cross_entropy(model(change(batch[0])), batch[1], reduction="none"), steps=8
+    )
+    for batch in private.batches():
+        private.step(batch)
+
+
 MIXED_BY_CHANCE: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean of the noise": lambda x: x + (noise := torch.randn_like(x)) - noise.mean(0),
     "samples as noise": lambda x: x + 0.1 * x[torch.randint(len(x), (len(x),))],

@@ -84,7 +84,7 @@ def _from_end_to_end(data: Arrays, place: int) -> bool:
     low = torch.stack([x.amin(0) for x in _pieces(data, place)]).amin(0)
     high = torch.stack([x.amax(0) for x in _pieces(data, place)]).amax(0)
     counts = [torch.stack([(x == end).sum(0) for x in _pieces(data, place)]).sum(0) for end in (low, high)]
-    between = sum(counts) < len(data)
+    between = counts[0] + counts[1] < len(data)
     few = torch.minimum(*counts) <= max(1, len(data) // FEW)
     reached = ((low == 0) | ((low + 1).abs() < 1e-6)) & ((high - 1).abs() < 1e-6)
     return int(between.sum()) > 1 and bool(reached[between].all()) and bool(2 * few[between].sum() >= between.sum())

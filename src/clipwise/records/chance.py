@@ -135,7 +135,7 @@ class RowDraws:
 
 class _ByRow(TorchDispatchMode):
     def __init__(self, draws: RowDraws, index: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws, self.index = draws, index
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
