@@ -23,6 +23,7 @@ from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
 from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
+from clipwise.data.datasets import held
 from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.parts import warn_of_parts
 from clipwise.records.chance import seeded
@@ -582,6 +583,32 @@ def test_data_that_were_scaled_by_their_own_statistics_are_warned_of(data: Any, 
 def test_a_run_on_data_that_were_scaled_by_their_own_statistics_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="scale by constants that are known without these data"):
         private_for(nn.Linear(4, 3), (standardised(TABLE), Y))
+
+
+class Held(Dataset[Any]):
+    """A data set of one's own that holds all its rows."""
+
+    def __init__(self, x: Any, y: Any = Y) -> None:
+        self.names, self.x, self.y = np.array([f"row {i}" for i in range(len(x))]), x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.as_tensor(self.x[index]), int(self.y[index % ROWS])
+
+
+@pytest.mark.parametrize("as_held", [Tensor.clone, Tensor.numpy])
+def test_the_rows_that_a_data_set_of_one_s_own_holds_are_looked_at(as_held: Callable[[Tensor], Any]) -> None:
+    with pytest.warns(UserWarning, match="scale by constants that are known without these data"):
+        private_for(nn.Linear(4, 3), Held(as_held(standardised(TABLE))))
+    x = torch.randn(ROWS, 9)
+    with pytest.warns(UserWarning, match="100 rows of the data are copies of others"):
+        private_for(nn.Linear(9, 3), Held(as_held(torch.cat([x, x[7:107]]))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private_for(nn.Linear(9, 3), Held(as_held(x)))
+        warn_of_fitted(held(as_dataset(Held(as_held(x / 0)))))  # not finite; nothing says that it is used
 
 
 @pytest.mark.parametrize(
