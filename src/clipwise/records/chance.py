@@ -155,7 +155,10 @@ class _ByRow(TorchDispatchMode):
         parts = []
         with torch.random.fork_rng(devices=()):
             for place, group in enumerate(groups):
-                torch.manual_seed(seed + group)
+                # torch.manual_seed would keep each for a CUDA that is not begun yet, with where it was called
+                torch.default_generator.manual_seed(seed + group)
+                if torch.cuda.is_initialized():
+                    torch.cuda.manual_seed_all(seed + group)
                 parts.append(func(*(cut(value, place) for value in args), **kwargs))
         return torch.cat(parts) if returns[0].alias_info is None else args[0]
 
