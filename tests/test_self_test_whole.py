@@ -525,6 +525,8 @@ DRAWN_FOR_EACH: dict[str, Callable[[Tensor], Tensor]] = {
     "diffusion": diffused,
     "several for each": lambda x: x + torch.randn(10 * len(x)).view_as(x),
     "one for all": lambda x: x * torch.rand(1) + torch.randn(10),
+    "as much as a sample's values say": lambda x: torch.poisson(5 * x.abs()),
+    "a slope for what is negative": lambda x: F.rrelu(x, training=True),
     "inside torch": lambda x: F.gumbel_softmax(x),
     "nothing": lambda x: x,
 }

@@ -246,7 +246,8 @@ def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, index: Tensor) -> 
 
 
 def _drawn(model: nn.Module, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor, Any]:
-    with unmoved(model), torch.enable_grad():
+    count = batch_size(rows)
+    with unmoved(model), torch.enable_grad(), RowDraws(count, True).of(range(count)):
         seeded(seed)
         return losses_of(model, loss, mapped(rows, torch.clone)).detach(), generators()
 

@@ -119,6 +119,8 @@ def still(model: nn.Module) -> Iterator[None]:
 class RowDraws:
     """What torch draws for a batch is drawn for each of its rows alone, so that a piece of it draws the same.
 
+    And what is drawn for one row leaves the others' as they are, however much its values say (torch.poisson).
+
     The batch comes first, then pieces from the same state of the generator. What has one size for any piece, such as a
     noise that all rows share, is the same for all. Edge cases: NumPy's and Python's draws are not told apart.
     """

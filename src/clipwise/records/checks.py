@@ -252,9 +252,11 @@ def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
     last, first = _changed(batch, -1), _changed(batch, 0)
+    chance = RowDraws(batch_size(batch), draws(model, loss, batch))
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
-    for seed in range(SEEDS if draws(model, loss, batch) else 1):
-        before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
+    for seed in range(SEEDS if chance.needed else 1):
+        with chance.of(range(chance.rows)):
+            before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
         kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
         for changed, losses, same in kinds:
             if not same_losses(before[same], losses[same]):
