@@ -497,6 +497,94 @@ def test_random_augmentation_of_each_sample_passes(name: str) -> None:
         private_for(Words(masked=True) if words else None, data, collate=collate)
 
 
+class Autoencoder(nn.Module):
+    """A variational one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(10, 8), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, size = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + torch.randn_like(mean) * size.exp())
+
+
+def rebuilt(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Batch], Tensor]:
+    """The loss of building a sample again from what was made of it."""
+    return lambda model, batch: (model(change(batch[0])) - batch[0]).square().mean(1)
+
+
+def diffused(x: Tensor) -> Tensor:
+    time = torch.randint(10, (len(x), 1)) / 10
+    return (1 - time) * x + time * torch.empty_like(x).normal_()
+
+
+DRAWN_FOR_EACH: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: x + torch.randn_like(x),
+    "a mask": lambda x: x * (torch.rand(x.shape) < 0.5),
+    "diffusion": diffused,
+    "several for each": lambda x: x + torch.randn(10 * len(x)).view_as(x),
+    "one for all": lambda x: x * torch.rand(1) + torch.randn(10),
+    "as much as a sample's values say": lambda x: torch.poisson(5 * x.abs()),
+    "a slope for what is negative": lambda x: F.rrelu(x, training=True),
+    "inside torch": lambda x: F.gumbel_softmax(x),
+    "nothing": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_FOR_EACH)
+@pytest.mark.parametrize("method", ["flat", "inner_momentum", "self_augmentation(views=2, augment='none')"])
+def test_a_loss_or_a_model_that_draws_for_each_sample_passes(name: str, method: str) -> None:
+    private = private_for(Autoencoder(), loss=rebuilt(DRAWN_FOR_EACH[name]), method=method)
+    for batch in private.batches():
+        private.step(batch)
+
+
+class Skips(nn.Module):
+    """A network that leaves a layer out at random, for all samples at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not self.training or torch.rand(()) < 0.5:
+            x = x + self.second(x)
+        return self.last(x)
+
+
+DRAWN_FOR_ALL: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch": lambda x: x.flip(1) if torch.rand(()) < 0.5 else x,
+    "Python": lambda x: x.flip(1) if random.random() < 0.5 else x,
+    "NumPy": lambda x: x * np.random.random(),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWN_FOR_ALL, "a layer"])
+def test_what_is_drawn_for_all_samples_at_once_passes(name: str) -> None:
+    model = Skips() if name == "a layer" else network(nn.Linear(16, 16))
+    change = DRAWN_FOR_ALL.get(name, lambda x: x)
+    private = private_for(
+        model, loss=lambda model, batch: F.cross_entropy(model(change(batch[0])), batch[1], reduction="none"), steps=8
+    )
+    for batch in private.batches():
+        private.step(batch)
+
+
+MIXED_BY_CHANCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a mean of the noise": lambda x: x + (noise := torch.randn_like(x)) - noise.mean(0),
+    "samples as noise": lambda x: x + 0.1 * x[torch.randint(len(x), (len(x),))],
+    "their number": lambda x: x * (1 + 1 / len(x)) + torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_BY_CHANCE)
+def test_a_loss_that_draws_and_mixes_is_refused(name: str) -> None:
+    with pytest.raises(Refused):
+        private_for(Autoencoder(), loss=rebuilt(MIXED_BY_CHANCE[name]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_computes_in_half_precision_passes(dtype: torch.dtype) -> None:
     def narrow(model: nn.Module, batch: Batch) -> Tensor:

@@ -849,6 +849,21 @@ def test_what_only_the_data_s_owner_may_see_is_not_in_the_folder(tmp_path: Path)
     assert kept and not any(word in written for word in ('samples":', "non_finite", "indices", "loss"))
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_run_s_ledger_counts_in_the_next_run_on_the_same_data_with_and_without_a_folder(
+    kept: bool, tmp_path: Path
+) -> None:
+    first = trained(folder=tmp_path / "first" if kept else None)
+    assert first.ledger.releases == PLAN["steps"]
+    assert first.ledger.epsilon(PLAN["delta"], "rdp") == first.epsilon
+    if kept:
+        assert first.ledger.path == tmp_path / "first" / "ledger.jsonl"
+    second = trained(spent=first.ledger)
+    assert second.ledger.releases == 2 * PLAN["steps"]
+    assert first.ledger.releases == PLAN["steps"]
+    assert second.epsilon > first.epsilon
+
+
 def test_what_was_spent_before_counts_towards_epsilon_and_stands_in_the_statement(tmp_path: Path) -> None:
     from clipwise.accounting import Ledger
     from clipwise.types import Gaussian

@@ -22,7 +22,9 @@ import clipwise as cw
 from clipwise.cli.parts import network, splits_for
 from clipwise.config import TrainConfig
 from clipwise.data import as_dataset
-from clipwise.data.copies import refuse_private, warn_of_numbers
+from clipwise.data.copies import refuse_private, refuse_shared, warn_of_copies, warn_of_numbers
+from clipwise.data.datasets import held
+from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.parts import warn_of_parts
 from clipwise.records.chance import seeded
 from clipwise.report import read
@@ -494,11 +496,171 @@ def test_rows_that_are_copied_to_balance_classes_are_warned_of() -> None:
         private_for(nn.Linear(9, 3), (torch.cat([x, x[few], x[few]]), torch.cat([Y, Y[few], Y[few]])))
 
 
-@pytest.mark.parametrize("x", [torch.randn(ROWS, 9), torch.ones(ROWS, 9), torch.arange(9.0).repeat(ROWS, 1)])
+PICTURES = torch.randn(ROWS, 2, 5, 5, generator=torch.Generator().manual_seed(3))
+BYTES = torch.randint(256, (ROWS, 3, 6, 6), generator=torch.Generator().manual_seed(5)) / 255
+MIRRORED_OR_TURNED = [
+    lambda x: x.flip(-1),
+    lambda x: x.flip(-2),
+    lambda x: x.rot90(1, (-2, -1)),
+    lambda x: x.rot90(2, (-2, -1)),
+    lambda x: x.rot90(3, (-2, -1)),
+    lambda x: x.mT,
+]
+
+
+@pytest.mark.parametrize("change", MIRRORED_OR_TURNED)
+@pytest.mark.parametrize("shape", ["channels first", "channels last", "gray"])
+def test_pictures_that_are_others_mirrored_or_turned_are_warned_of(
+    change: Callable[[Tensor], Tensor], shape: str
+) -> None:
+    """A person then moves the sum by both; where ``rows_per_person`` says so, ε is for both."""
+    x = torch.cat([PICTURES, change(PICTURES)])
+    x = x.movedim(1, -1).contiguous() if shape == "channels last" else x[:, 0] if shape == "gray" else x
+    with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
+        warn_of_copies(as_dataset(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_copies(as_dataset(x), rows_per_person=2)
+
+
+@pytest.mark.parametrize("data", [{"label": Y.repeat(2), "x": PICTURES.repeat(2, 1, 1, 1)}, (Y, PICTURES[Y])])
+def test_copies_are_warned_of_also_behind_their_labels(data: Any) -> None:
+    with pytest.warns(UserWarning, match="rows of the data are copies of others"):
+        warn_of_copies(as_dataset(data))
+
+
+def test_copies_of_pictures_in_bytes_are_warned_of() -> None:
+    x = (BYTES * 255).round().byte()
+    with pytest.warns(UserWarning, match="120 rows of the data are copies of others"):
+        warn_of_copies(as_dataset(x.repeat(2, 1, 1, 1)))
+    with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
+        warn_of_copies(as_dataset((Y.repeat(2), torch.cat([x, x.flip(-1)]))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_copies(as_dataset(x))
+        warn_of_copies(as_dataset((torch.arange(ROWS), PICTURES[Y])))  # what is known of an item, by many users
+        warn_of_copies(as_dataset((x > 127).byte().repeat(2, 1, 1, 1)))  # few numbers: by chance
+        warn_of_copies(as_dataset(x.flatten(1).repeat(2, 1)))  # a table's whole numbers may be alike
+
+
+def test_more_copies_than_a_person_may_have_rows_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match="240 rows of the data are copies of others"):
+        warn_of_copies(as_dataset(PICTURES.repeat(3, 1, 1, 1)), rows_per_person=2)
+
+
+TABLE = torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(4)) * torch.tensor([90.0, 1e5, 3, 1]) + 17
+ONE_HOT = torch.eye(30)[torch.arange(ROWS) % 30]
+
+
+def standardised(x: Tensor, over: Any = 0, correction: int = 1) -> Tensor:
+    return (x - x.mean(over, keepdim=True)) / x.std(over, keepdim=True, correction=correction)
+
+
+def from_0_to_1(x: Tensor) -> Tensor:
+    return (x - x.amin(0)) / (x.amax(0) - x.amin(0))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (standardised(TABLE), "data has exactly a mean of 0"),
+        (standardised(TABLE, correction=0).numpy(), "data has exactly a mean of 0"),
+        ((torch.cat([ONE_HOT, standardised(TABLE)], 1), Y), r"data\[0\] has exactly a mean of 0"),
+        ({"x": TABLE, "y": standardised(TABLE[:, 0])}, r"data\['y'\] has exactly a mean of 0"),
+        (standardised(BYTES, (0, 2, 3)), "data has exactly a mean of 0"),
+        (standardised(BYTES.movedim(1, -1).contiguous(), (0, 1, 2)), "data has exactly a mean of 0"),
+        (standardised(BYTES, (0, 1, 2, 3)), "data has exactly a mean of 0"),
+        (from_0_to_1(TABLE), "data has exactly a range from end to end"),
+        (torch.cat([2 * from_0_to_1(TABLE) - 1, ONE_HOT], 1), "data has exactly a range from end to end"),
+    ],
+)
+def test_data_that_were_scaled_by_their_own_statistics_are_warned_of(data: Any, said: str) -> None:
+    """One outlier less, and everybody's rows are others."""
+    with pytest.warns(UserWarning, match=said):
+        warn_of_fitted(as_dataset(data))
+
+
+def test_a_run_on_data_that_were_scaled_by_their_own_statistics_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="scale by constants that are known without these data"):
+        private_for(nn.Linear(4, 3), (standardised(TABLE), Y))
+
+
+class Held(Dataset[Any]):
+    """A data set of one's own that holds all its rows."""
+
+    def __init__(self, x: Any, y: Any = Y) -> None:
+        self.names, self.x, self.y = np.array([f"row {i}" for i in range(len(x))]), x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.as_tensor(self.x[index]), int(self.y[index % ROWS])
+
+
+@pytest.mark.parametrize("as_held", [Tensor.clone, Tensor.numpy])
+def test_the_rows_that_a_data_set_of_one_s_own_holds_are_looked_at(as_held: Callable[[Tensor], Any]) -> None:
+    with pytest.warns(UserWarning, match="scale by constants that are known without these data"):
+        private_for(nn.Linear(4, 3), Held(as_held(standardised(TABLE))))
+    x = torch.randn(ROWS, 9)
+    with pytest.warns(UserWarning, match="100 rows of the data are copies of others"):
+        private_for(nn.Linear(9, 3), Held(as_held(torch.cat([x, x[7:107]]))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private_for(nn.Linear(9, 3), Held(as_held(x)))
+        warn_of_fitted(held(as_dataset(Held(as_held(x / 0)))))  # not finite; nothing says that it is used
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TABLE,
+        (TABLE - 50) / 50,
+        BYTES,
+        BYTES.flatten(1),
+        2 * BYTES.flatten(1) - 1,
+        (BYTES - 0.5) / 0.5,
+        (BYTES.round(), ONE_HOT, 2.0 * (Y > 0) - 1),
+        torch.randn(ROWS, 4),
+        standardised(BYTES, (1, 2, 3)),  # each row by its own
+        standardised(BYTES, (2, 3)),
+        torch.nn.functional.layer_norm(TABLE, (4,)),
+        torch.ones(ROWS, 2).mul_(torch.tensor([1.0, -1.0]).repeat(ROWS // 2)[:, None]),
+        TABLE[:, :1] * 0,
+        torch.linspace(0, 1, ROWS)[:, None],
+        torch.cartesian_prod(torch.linspace(-1, 1, 10), torch.linspace(-1, 1, 12)),
+        (from_0_to_1(TABLE).clip(0.1, 0.9) - 0.1) / 0.8,  # cut to a range that is known
+        torch.zeros(ROWS, 0),
+        TABLE[:1],
+    ],
+)
+def test_data_that_were_scaled_by_constants_or_row_by_row_are_not_warned_of(
+    data: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    warn_of_fitted(as_dataset(data))
+    assert not recwarn.list
+
+
+def test_a_data_set_that_repeats_its_samples_mirrored_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="sample 60 of the data is sample 0 again, .* mirrored"):
+        refuse_shared(
+            as_dataset(Made(ROWS, lambda i: PICTURES[i % 60].flip(-1) if i >= 60 else 1 * PICTURES[i])), seeded
+        )
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(ROWS, 9),
+        torch.ones(ROWS, 9),
+        torch.arange(9.0).repeat(ROWS, 1),
+        torch.cat([PICTURES[:60, 0, :3, :3], PICTURES[:60, 0, :3, :3].roll(1, -1)]),  # the same numbers elsewhere
+    ],
+)
 def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        private_for(nn.Linear(9, 3), (x, Y))
+        private_for(nn.Sequential(nn.Flatten(), nn.Linear(9, 3)), (x, Y))
 
 
 class Made(Dataset[Any]):

@@ -23,7 +23,7 @@ from clipwise.passes import Passes, PublicState, probed
 from clipwise.reading import READ, Reader, shapes
 from clipwise.records import Capture, Loss, SampleGradients, batch_size, trainable
 from clipwise.records.agreement import in_half, limits, moved_weights
-from clipwise.records.chance import generators, seeded, still, watched
+from clipwise.records.chance import RowDraws, generators, seeded, still, watched
 from clipwise.records.checks import (
     alone_as_together,
     changed_at,
@@ -124,8 +124,11 @@ def _look(reader: Reader, method: Method, places: Tensor, order: Tensor, *, half
     everything = torch.arange(count * samples, device="cpu")
     weights = torch.linspace(0.5, 1.5, count * samples, device="cpu")[torch.randperm(count * samples, device="cpu")]
 
+    chance = RowDraws(len(everything), False)
+
     def computed(some: Batch, index: Tensor) -> _Pass:
-        return _computed(model, loss, some, weights[index])
+        with chance.of(index.tolist()):
+            return _computed(model, loss, some, weights[index])
 
     def furthest(found: Tensor, index: Tensor) -> float:
         size = together.losses[together.losses.isfinite()].square().mean().sqrt() + TINY
@@ -136,6 +139,7 @@ def _look(reader: Reader, method: Method, places: Tensor, order: Tensor, *, half
         if together.drew:
             _refuse_mixing(model, loss, whole, _rows_of(order[: samples // 2], count))
             model.eval()
+            chance.needed = True
             together = computed(whole, everything)
         with moved_weights(model, half):
             near = computed(whole, everything)
@@ -158,7 +162,9 @@ def _look(reader: Reader, method: Method, places: Tensor, order: Tensor, *, half
                 "autograd function of your own use more than one sample's gradient"
             )
         del left
-        apart = _length(_less(_recorded(model, loss, whole, weights), together.gradient)) / size
+        with chance.of(everything.tolist()):
+            recorded = _recorded(model, loss, whole, weights)
+        apart = _length(_less(recorded, together.gradient)) / size
         if apart > tolerance:
             raise Refused(
                 f"the samples' own gradients, weighed and added as in a step, are not the gradient of their losses: "
@@ -240,7 +246,8 @@ def _refuse_mixing(model: nn.Module, loss: Loss, rows: Batch, index: Tensor) -> 
 
 
 def _drawn(model: nn.Module, loss: Loss, rows: Batch, seed: int) -> tuple[Tensor, Any]:
-    with unmoved(model), torch.enable_grad():
+    count = batch_size(rows)
+    with unmoved(model), torch.enable_grad(), RowDraws(count, True).of(range(count)):
         seeded(seed)
         return losses_of(model, loss, mapped(rows, torch.clone)).detach(), generators()
 

@@ -33,6 +33,8 @@ from clipwise.data.copies import (
     warn_of_named,
     warn_of_numbers,
 )
+from clipwise.data.datasets import held
+from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
@@ -147,7 +149,9 @@ def make_private(
     dataset = as_dataset(data, collate)
     rows, batch = len(dataset), whole("batch", batch)
     _check_sizes(rows, batch, delta)
-    warn_of_copies(dataset)
+    rows_held = held(dataset)
+    warn_of_copies(rows_held, rows_per_person)
+    warn_of_fitted(rows_held)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
         refuse_shared(dataset, seeded)
         warn_of_numbers(dataset)

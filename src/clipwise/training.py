@@ -48,6 +48,7 @@ class Run:
 
     model: nn.Module  # the averaged one where an average was asked for
     statement: Statement
+    ledger: Ledger  # every release, for ``spent=`` of a later run on the same data; the folder's, where there is one
     metrics: tuple[Mapping[str, float], ...]
     folder: Path | None
     citation: str
@@ -375,7 +376,7 @@ class _Loop:
             for name in (CHECKPOINT, HIDDEN):
                 (self.folder.path / name).unlink(missing_ok=True)
         place = None if self.folder is None else self.folder.path
-        return Run(self.model, statement, tuple(self.metrics), place, citation, tuple(self.looks))
+        return Run(self.model, statement, self.private.ledger, tuple(self.metrics), place, citation, tuple(self.looks))
 
 
 def _numbers(found: Any) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -27,16 +28,30 @@ AT_ONCE = 256
 TIMES = range(2, 11)  # a data set that repeats all samples so often has sample 0 again at 1/2, 1/3, … of its length
 
 
-def warn_of_copies(data: RowDataset) -> None:
-    """Warn of rows that are others number for number, where that is no chance: samplers are refused, copies are not."""
-    known, copies = set[int](), 0
-    for _, rows in _inputs(data, MOST):
-        if not rows.is_floating_point() or rows[0].numel() < TELLING:
+def warn_of_copies(data: RowDataset, rows_per_person: int = 1) -> None:
+    """Warn of rows that are others, number for number or mirrored or turned, where that is no chance.
+
+    ``rows_per_person`` of a kind may be there: ε then holds for all of them.
+    """
+    known, sums, times = set[int](), set[int](), Counter[int]()
+    copies = turns = 0
+    for _, rows, labels in _inputs(data, MOST):
+        if not _tells(rows):
             return
-        for row in _rows(rows):
-            key = hash(row.tobytes())
-            copies += key in known and telling(row)
+        own = _rows(rows if rows.is_floating_point() else rows / 256)
+        # whichever way a picture is turned, its bits have one sum: only where that is known, the turns are looked at
+        sums_of_bits = own.view(np.uint32).sum(1, dtype=np.uint64).tolist()
+        for row, label, bits in zip(own, labels, sums_of_bits, strict=True):
+            key = hash(label + row.tobytes())
+            if bits in sums and telling(row):
+                copy, turns_of_it = key in known, _turned(row.reshape(rows.shape[1:]))
+                turned = not copy and any(hash(label + each.tobytes()) in known for each in turns_of_it)
+                copies, turns = copies + copy, turns + turned
+                times[bits] += copy or turned
             known.add(key)
+            sums.add(bits)
+    if max(times.values(), default=0) < rows_per_person:
+        return
     if copies:
         warnings.warn(
             f"{copies} rows of the data are copies of others, number for number: if one person's are repeated, to "
@@ -44,6 +59,26 @@ def warn_of_copies(data: RowDataset) -> None:
             "write a factor in the loss",
             stacklevel=4,
         )
+    if turns:
+        warnings.warn(
+            f"{turns} rows of the data are others mirrored or turned, number for number: if they were added to have "
+            "more samples, a person moves the sum by all that were made of theirs, and ε is for one; give each picture "
+            'once and write method="self_augmentation(…)", whose views are clipped together, or rows_per_person=how '
+            "many were made of one",
+            stacklevel=4,
+        )
+
+
+def _is_turned(one: Tensor, other: Tensor) -> bool:
+    return any(np.array_equal(each, other.float().numpy(force=True)) for each in _turned(one.float().numpy(force=True)))
+
+
+def _turned(picture: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """A picture with its channels first or last, or none: its mirror images, and all of them turned by right angles."""
+    for places in ((-2, -1), (0, 1)) if picture.ndim > 2 else ((0, 1),) if picture.ndim == 2 else ():
+        for turn in range(4):
+            turned = np.rot90(picture, turn, places)
+            yield from (turned, np.flip(turned, places[0]))
 
 
 def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
@@ -72,11 +107,11 @@ def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
     own = first[0].detach().float().flatten().cpu().numpy() if first and first[0].is_floating_point() else np.zeros(0)
     for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if telling(own) else ():
         again = following if place == 1 else read(place)
-        if again and torch.equal(first[0], again[0]):
+        if again and (torch.equal(first[0], again[0]) or _is_turned(first[0], again[0])):
             warnings.warn(
-                f"sample {place} of the data is sample 0 again, number for number: if the data set repeats its "
-                "samples, each moves the sum by all of its copies, and ε is for one; in the place of repeats, train "
-                "for more epochs",
+                f"sample {place} of the data is sample 0 again, number for number, as it is or mirrored or turned: "
+                "if the data set repeats its samples, each moves the sum by all of its copies, and ε is for one; in "
+                "the place of repeats, train for more epochs, and draw what is done to a sample whenever it is read",
                 stacklevel=4,
             )
             return
@@ -145,7 +180,7 @@ def refuse_private(public: Tensor, data: RowDataset) -> None:
     """Refuse public inputs that are private ones: they go beside every other sample, and into the model's file."""
     # one of a single number, such as a blank picture, is nobody's
     known = {row.tobytes() for row in public.detach().cpu().double().flatten(1).numpy() if (row != row[:1]).any()}
-    for start, rows in _inputs(data, len(data)):
+    for start, rows, _ in _inputs(data, len(data)):
         own = rows.to("cpu", public.dtype).double().flatten(1).numpy()  # NumPy knows no bfloat16
         found = next((i for i, row in enumerate(own, start) if row.tobytes() in known), None)
         if found is not None:
@@ -186,12 +221,12 @@ def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> N
 
 def _sample_in(values: Iterable[tuple[str, Tensor]], data: RowDataset) -> tuple[str, int] | None:
     """The first sample that one of these tensors has as a row, with the tensor's name."""
-    _, first = next(_inputs(data, 1), (0, torch.zeros(1, 0)))
+    _, first, _ = next(_inputs(data, 1), (0, torch.zeros(1, 0), []))
     size = first[0].numel() if first.is_floating_point() else 0
     dense = [(name, v) for name, v in values if v.is_floating_point() and v.layout == torch.strided and v.dim() > 1]
     like = [(name, v[:MOST]) for name, v in dense if math.prod(v.shape[1:]) == size >= TELLING]
     known = {hash(row.tobytes()): name for name, value in like for row in _rows(value)}
-    for start, rows in _inputs(data, MOST) if known else ():
+    for start, rows, _ in _inputs(data, MOST) if known else ():
         for i, row in enumerate(_rows(rows), start):
             name = known.get(hash(row.tobytes()))
             if name is not None and telling(row):
@@ -208,12 +243,19 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rows(values: Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = values.detach().float().flatten(1).cpu().numpy()
-    return found
+    rows = values.detach().float().cpu().numpy()
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
-def _inputs(data: RowDataset, most: int) -> Iterator[tuple[int, Tensor]]:
-    """The first tensor of a data set's rows, a few at a time, with the number of the first."""
+def _inputs(data: RowDataset, most: int) -> Iterator[tuple[int, Tensor, list[bytes]]]:
+    """A data set's inputs, a few rows at a time, with the number of the first and what stands before each (a label)."""
     for some in torch.arange(min(most, len(data)), device="cpu").split(AT_ONCE) if isinstance(data, Arrays) else ():
-        _, first = next(iter(labelled(data.rows(some))))
-        yield int(some[0]), first
+        columns = [column for _, column in labelled(data.rows(some))]
+        place = next((i for i, column in enumerate(columns) if _tells(column)), 0)
+        before = [b"".join(row.tobytes() for row in rows) for rows in zip(*map(_rows, columns[:place]), strict=True)]
+        yield int(some[0]), columns[place], before or [b""] * len(some)
+
+
+def _tells(rows: Tensor) -> bool:
+    """Whether these may be inputs of which two are alike by no chance: fractions, or pictures in bytes."""
+    return rows[0].numel() >= TELLING and (rows.is_floating_point() or (rows.dtype == torch.uint8 and rows.dim() > 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ from clipwise.types import Batch, InputError, Refused
 Collate = Callable[[list[Any]], Batch]
 Prepare = Callable[[Batch], Batch]  # a batch as it is stored → as it is used, each row by itself
 
+LARGE = 2**32  # bytes of what may lie in a file, and is not read through
 _ACCEPTED = "a tensor, a tuple, list or dict of tensors, or a map-style torch Dataset"
 
 
@@ -112,6 +114,18 @@ class Arrays(Dataset[Any]):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return _rebuilt(self._stored, [change(column) for _, column in labelled(self._stored)])
+
+
+def held(data: RowDataset) -> RowDataset:
+    """The tensors of all rows that a data set of the user's own holds, to be looked at; others are as they are."""
+    own = {}
+    for name, value in getattr(data.dataset, "__dict__", {}).items() if isinstance(data, Samples) else ():
+        rows = isinstance(value, (Tensor, np.ndarray)) and value.ndim and len(value) == len(data)
+        if rows and value.nbytes <= LARGE:
+            with suppress(InputError):  # texts; or not finite, where that is not used
+                Arrays(value)
+                own[name] = value
+    return Arrays(own) if own else data
 
 
 class Samples:

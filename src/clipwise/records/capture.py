@@ -7,13 +7,14 @@ Gives: the losses and SampleGradients; or the same as one traced graph, for ``to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from clipwise.records.chance import kept
 from clipwise.records.displacement import Own
 from clipwise.records.follow import Compare, PathChanged, Plan, Recorder, Scout
 from clipwise.records.gradients import SampleGradients
@@ -127,26 +128,32 @@ def scouted(
     once = batch_size(batch)
     few, more = (once, 2 * once) if whole else (2, 3)
     shown = batch if whole else row(batch, 0)
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with torch.random.fork_rng(devices={t.device for t in tensors(batch) if t.is_cuda}), torch.enable_grad():
-            with Scout(parameters) as scout:
-                check_losses(loss(model, repeated(shown, few)), few)
+        with _drawing_alike(batch), torch.enable_grad(), Scout(parameters) as scout:
+            check_losses(loss(model, repeated(shown, few)), few)
+        with _drawing_alike(batch), torch.enable_grad():
             with Compare(parameters, scout.log, few, more) as compare:
                 check_losses(loss(model, repeated(shown, more)), more)
             plan = compare.plan()
-            _check_plan(model, loss, batch if whole else repeated(batch, min(once, 3)), plan, parameters)
+        _check_plan(model, loss, batch if whole else repeated(batch, min(once, 3)), plan, parameters)
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():  # a spectral norm's power iteration, for one
-                buffer.copy_(kept[name])
+                buffer.copy_(before[name])
     return plan
+
+
+def _drawing_alike(batch: Batch) -> AbstractContextManager[None]:
+    """For passes one after another: what is drawn for all samples at once may decide which way the model goes."""
+    return kept({t.device for t in tensors(batch) if t.is_cuda})
 
 
 def _check_plan(model: nn.Module, loss: Loss, batch: Batch, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
     last = batch_size(batch) - 1
     for sample in sorted({0, last // 2, last}):
-        gradients = recorded(model, loss, batch, plan, parameters, only=sample)
+        with _drawing_alike(batch):
+            gradients = recorded(model, loss, batch, plan, parameters, only=sample)
         norms = gradients.norms()
         place = torch.arange(last + 1, device=norms.device)
         if not bool((norms > 1e-6 * norms[sample])[place != sample].any()):

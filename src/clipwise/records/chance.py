@@ -2,23 +2,24 @@
 
 Receives: a seed, or a model.
 Gives: seeded, generators and drawn_on (states, to compare), watched and reseeds (whether a call draws, or seeds), kept
-(a context that puts them back), and still (a context in which dropout lets everything through, so that a batch and its
-samples one by one can be compared in training mode).
+(a context that puts them back), still (a context in which dropout lets everything through, so that a batch and its
+samples one by one can be compared in training mode), and RowDraws (each row draws the same in any company).
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 _DROPOUTS = frozenset(
@@ -113,3 +114,70 @@ def still(model: nn.Module) -> Iterator[None]:
     finally:
         for module, dropout in options:
             module.dropout = dropout
+
+
+class RowDraws:
+    """What torch draws for a batch is drawn for each of its rows alone, so that a piece of it draws the same.
+
+    And what is drawn for one row leaves the others' as they are, however much its values say (torch.poisson).
+
+    The batch comes first, then pieces from the same state of the generator. What has one size for any piece, such as a
+    noise that all rows share, is the same for all. Edge cases: NumPy's and Python's draws are not told apart.
+    """
+
+    def __init__(self, rows: int, needed: bool) -> None:
+        """``rows``: those of the batch; ``needed``: whether anything is drawn."""
+        self.rows, self.needed = rows, needed
+        self.lengths = dict[int, int]()  # of what the batch drew, by its seed
+
+    def of(self, index: Sequence[int]) -> AbstractContextManager[object]:
+        """A context for passes over these rows of the batch."""
+        return _ByRow(self, index) if self.needed else nullcontext()
+
+
+class _ByRow(TorchDispatchMode):
+    def __init__(self, draws: RowDraws, index: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws, self.index = draws, index
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, returns = kwargs or {}, func._schema.returns
+        drawn = torch.Tag.nondeterministic_seeded in func.tags and len(returns) == 1
+        length = next(filter(None, map(_length, args)), 0) if drawn else 0
+        if not length:
+            return func(*args, **kwargs)
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        each, groups = self._groups(seed, length)
+
+        def cut(value: Any, place: int) -> Any:
+            if _length(value) != length:
+                return value
+            return value[place * each :][:each] if isinstance(value, Tensor) else [each, *value[1:]]
+
+        parts = []
+        with torch.random.fork_rng(devices=()):
+            for place, group in enumerate(groups):
+                # torch.manual_seed would keep each for a CUDA that is not begun yet, with where it was called
+                torch.default_generator.manual_seed(seed + group)
+                if torch.cuda.is_initialized():
+                    torch.cuda.manual_seed_all(seed + group)
+                parts.append(func(*(cut(value, place) for value in args), **kwargs))
+        return torch.cat(parts) if returns[0].alias_info is None else args[0]
+
+    def _groups(self, seed: int, length: int) -> tuple[int, Sequence[int]]:
+        """How many entries are drawn at a time, and for which rows."""
+        lengths, rows = self.draws.lengths, self.draws.rows
+        if len(self.index) == rows:  # the last time counts: a capture tries other sizes first
+            lengths[seed] = length
+        each, left = divmod(lengths.get(seed, length), rows)
+        if not left and length == each * len(self.index):
+            return each, self.index
+        each = each if not left and length % each == 0 else length
+        return each, range(length // each)
+
+
+def _length(value: Any) -> int:
+    """Of a tensor, or of a size, in its first dimension."""
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else 0
+    return value[0] if isinstance(value, (list, tuple)) and value else 0

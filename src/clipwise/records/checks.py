@@ -19,7 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from clipwise.records.agreement import agree, in_half, joint, most_apart, tolerances
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses, trainable
-from clipwise.records.chance import reseeds, seeded, still, watched
+from clipwise.records.chance import RowDraws, reseeds, seeded, still, watched
 from clipwise.records.gradients import SampleGradients, from_dense
 from clipwise.records.states import TABLE, Buffers, held, restored, same_numbers, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn
@@ -29,8 +29,8 @@ from clipwise.types import Batch, InputError, Refused
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
 AGAIN = 16  # passes after which a loss that drifts is seen
 MODEL_MIXES = (
-    "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function); check "
-    "with clipwise.oracle.per_sample"
+    "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function), or draw "
+    "with NumPy (write torch.randn, whose draws are told apart by rows); check with clipwise.oracle.per_sample"
 )
 OWN_SEED = (
     "leave the seed to the run, whose steps seed them in secret, or draw what is to stay the same from a generator "
@@ -94,15 +94,16 @@ def _check_samples(model: nn.Module, loss: Loss, batch: Batch) -> None:
     _unremembered(model, loss, batch)
     _refuse_moving(model, loss, batch)
     with unmoved(model), still(model):
-        if draws(model, loss, batch):  # otherwise as it is trained
+        chance = RowDraws(batch_size(batch), draws(model, loss, batch))
+        if chance.needed:  # otherwise as it is trained
             model.eval()
         capture = Capture(model, loss)
 
         def together() -> SampleGradients:
-            with unmoved(model):
+            with unmoved(model), chance.of(range(chance.rows)):
                 return capture(batch)
 
-        fast, slow = together(), _one_by_one(model, loss, batch)
+        fast, slow = together(), _one_by_one(model, loss, batch, chance)
         for_norms, for_sums = tolerances(model, fast, together)
         agree("norms", fast.norms(), slow.norms(), for_norms, MODEL_MIXES)
         weights = torch.linspace(0.5, 1.5, fast.samples, device=fast.norms().device)
@@ -135,14 +136,14 @@ def draws(model: nn.Module, loss: Loss, batch: Batch) -> bool:
         return watched(lambda: loss(model, batch))[1]
 
 
-def _one_by_one(model: nn.Module, loss: Loss, batch: Batch) -> SampleGradients:
+def _one_by_one(model: nn.Module, loss: Loss, batch: Batch, chance: RowDraws) -> SampleGradients:
     """The gradients of batches of one sample each, by autograd alone: nothing of what they are compared with.
 
     Without cuDNN, whose recurrent layers have a gradient only in training mode.
     """
     parameters, found = trainable(model), list[list[Tensor]]()
     for i in range(batch_size(batch)):
-        with unmoved(model), without_cudnn(), torch.enable_grad():
+        with unmoved(model), without_cudnn(), torch.enable_grad(), chance.of([i]):
             losses = loss(model, row(batch, i))
             check_losses(losses, 1)
             own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
@@ -165,9 +166,11 @@ def alone_as_together(
     Edge cases: dropout is held still, since its draws follow a row's place; a model that draws in another way is in
     eval mode.
     """
+    chance = RowDraws(samples, False)
 
     def own(places: Tensor) -> tuple[SampleGradients, bool]:
-        with unmoved(model):  # each from the same buffers: a spectral norm moves its own
+        # each from the same buffers: a spectral norm moves its own
+        with unmoved(model), chance.of(places.tolist()):
             return watched(lambda: gradients(places))
 
     with restored(model), still(model), forbidden():
@@ -175,6 +178,7 @@ def alone_as_together(
         together, drew = own(places)
         if drew:
             model.eval()
+            chance.needed = True
             together, _ = own(places)
         each = [own(place)[0] for place in places.split(1)]
         weights = torch.linspace(0.5, 1.5, samples, device=together.norms().device)
@@ -248,9 +252,11 @@ def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch
 def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Give the last sample other values, then the first: no other sample's loss may move, neither now nor later."""
     last, first = _changed(batch, -1), _changed(batch, 0)
+    chance = RowDraws(batch_size(batch), draws(model, loss, batch))
     # the batch itself once more at the end: what a module kept of the others elsewhere than in buffers shows then
-    for seed in range(SEEDS if draws(model, loss, batch) else 1):
-        before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
+    for seed in range(SEEDS if chance.needed else 1):
+        with chance.of(range(chance.rows)):
+            before, *after = (seeded_losses(model, loss, b, seed) for b in (batch, last, first, batch))
         kinds = zip((last, first, last), after, (slice(-1), slice(1, None), slice(None)), strict=True)
         for changed, losses, same in kinds:
             if not same_losses(before[same], losses[same]):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from clipwise.records.capture import Capture, Loss, batch_size, check_losses
-from clipwise.records.chance import seeded
-from clipwise.records.checks import culprit, same_losses, seeded_losses
+from clipwise.records.chance import RowDraws, seeded
+from clipwise.records.checks import culprit, draws, same_losses, seeded_losses
 from clipwise.records.states import unmoved
 from clipwise.records.trees import mapped, tensors
 from clipwise.types import Batch, Refused
@@ -50,16 +50,18 @@ def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     if any(t.is_cuda for t in (*model.parameters(), *tensors(batch))):
         try:
             model, batch = copy.deepcopy(model).cpu(), mapped(batch, Tensor.cpu)
-            before = seeded_losses(model, loss, batch)
+            seeded_losses(model, loss, batch)
         except Exception:  # it needs the device, or cannot be copied
             return
-    else:
-        before = seeded_losses(model, loss, batch)
     others = slice(-1)
+    chance = RowDraws(batch_size(batch), draws(model, loss, batch))
+    with chance.of(range(chance.rows)):
+        before = seeded_losses(model, loss, batch)
     for factor, what, write in EXTREMES:
         changed = mapped(batch, partial(_last_times, factor=factor))
         try:
-            after = seeded_losses(model, loss, changed)
+            with chance.of(range(chance.rows)):
+                after = seeded_losses(model, loss, changed)
         except Refused:
             raise
         except Exception:  # whatever a model says to values that it does not take

@@ -173,7 +173,8 @@ TOGETHER = (
 EXCLUDED = (
     "choosing among runs by their results (clipwise compare prints the ε of all of them together; "
     "clipwise.accounting.selection prices a choice of which only the best run is ever seen)",
-    "statistics of the training data used before training (normalisation, vocabulary), unless named above",
+    "statistics of the training data used before training (normalisation, vocabulary, class weights), unless named "
+    "above",
     "other releases from the same data, unless they were given as spent",
     "diagnostics and metrics that were measured on training rows, which the run's folder may hold",
     "the evaluation data",
