@@ -849,6 +849,12 @@ def test_what_only_the_data_s_owner_may_see_is_not_in_the_folder(tmp_path: Path)
     assert kept and not any(word in written for word in ('samples":', "non_finite", "indices", "loss"))
 
 
+def test_what_a_whole_run_warns_of_points_to_the_user_s_own_line() -> None:
+    with pytest.warns(UserWarning, match="20 rows of the data are copies") as said:
+        trained(nn.Linear(9, 3), (torch.randn(20, 9).repeat(2, 1), Y[:40]))
+    assert said[0].filename == __file__
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_run_s_ledger_counts_in_the_next_run_on_the_same_data_with_and_without_a_folder(
     kept: bool, tmp_path: Path

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ from clipwise.report import Statement
 from clipwise.sampling import poisson
 from clipwise.step import Momenta, Observed, fed_back, private_sum, zeros
 from clipwise.trained import note_trained, trained_by, trained_elsewhere
-from clipwise.types import Batch, Event, Gradient, InputError, Part, PoissonGaussian, PrivateSum, Refused
+from clipwise.types import Batch, Event, Gradient, InputError, Part, PoissonGaussian, PrivateSum, Refused, warn
 
 # what a run cannot change on its way
 FIXED = frozenset(
@@ -211,10 +210,9 @@ class Private:
     def batches(self) -> Iterator[PoissonBatch]:
         """The batches of all steps that are left, of all epochs; give each to ``step`` before asking for the next."""
         if self.steps_taken >= self.steps:
-            warnings.warn(
+            warn(
                 f"all {self.steps} steps of this run are taken, so there are no more batches: private.batches() goes "
-                "over all epochs; write one loop over it, without a loop over epochs around it",
-                stacklevel=2,
+                "over all epochs; write one loop over it, without a loop over epochs around it"
             )
         return self._batches()
 
@@ -506,18 +504,16 @@ class Private:
             some = f"{seen.non_finite} of {seen.samples} samples had no finite gradient and added nothing"
             none = "no sample had a finite gradient, so that noise alone was added"
             said = none if seen.non_finite == seen.samples else some
-            warnings.warn(
+            warn(
                 f"in step {self._taken + 1} {said}: the model has diverged, or the data or the loss are not numbers; "
-                "write a smaller learning rate, or look at the data and the loss",
-                stacklevel=4,
+                "write a smaller learning rate, or look at the data and the loss"
             )
 
     def _warn_of_other_runs(self) -> None:
         known = trained_by(self.model)
         if known not in (self.ledger, self._warned_of) and trained_elsewhere(self.model, self.ledger.entries):
             self._warned_of = known
-            warnings.warn(
+            warn(
                 "another private run trained this model since, and the statement of this one does not count it: if its "
-                "data were the same, make one run after the other, with spent=the earlier one's ledger",
-                stacklevel=4,
+                "data were the same, make one run after the other, with spent=the earlier one's ledger"
             )

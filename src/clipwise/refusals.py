@@ -8,7 +8,6 @@ refuse_inference and refuse_gradients, at every step.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from clipwise.records.checks import losses_of, refuse_kept_from_first, refuse_mo
 from clipwise.records.kernels.gram import HALF
 from clipwise.records.states import HOOKS, restored, twin
 from clipwise.records.trees import on_device, tensors
-from clipwise.types import InputError, Refused, positive
+from clipwise.types import InputError, Refused, positive, warn
 
 MANY, APART = 8193, 1024  # norms that a method weighs together as a test, more than a batch has; of these, some alone
 
@@ -205,10 +204,9 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, parameters: Mapping
         )
     others = len(held - {id(p) for p in model.parameters()})
     if others:
-        warnings.warn(
+        warn(
             f"the optimizer holds {others} parameters that are not the model's: this run does not train them, and its "
-            "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)",
-            stacklevel=5,
+            "ε says nothing about them; write optimizer = Optimizer(model.parameters(), …)"
         )
 
 
@@ -239,10 +237,9 @@ def _refuse_imprecise(parameters: Mapping[str, Tensor]) -> None:
 def _warn_of_narrow(parameters: Mapping[str, Tensor]) -> None:
     narrow = [p.dtype for p in parameters.values() if p.dtype in HALF]
     if narrow:
-        warnings.warn(
+        warn(
             f"the weights are {_short(narrow[0])}, in which small updates round away: keep them in float32, "
-            "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16",
-            stacklevel=5,
+            "model.float(), and compute under torch.autocast in the loss; in the command, write --precision bf16"
         )
 
 
@@ -265,11 +262,10 @@ def _warn_of_cut(method: Method, block: Block, norms: Tensor) -> None:
     longer = (weights.abs() * there > block.bound * 1.001).nonzero().flatten().tolist()
     if longer:
         norm, weight = float(there[longer[0]]), float(weights[longer[0]])
-        warnings.warn(
+        warn(
             f"{method.name} does not keep its bound of {block.bound:g}: a gradient of norm {norm:.3g} gets the weight "
             f"{weight:.3g}, and the term {abs(weight) * norm:.3g}; such weights are cut to bound/norm, so that what is "
-            "trained is not that formula: write the largest value of weight · norm as its bound",
-            stacklevel=5,
+            "trained is not that formula: write the largest value of weight · norm as its bound"
         )
 
 

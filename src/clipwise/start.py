@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from numbers import Integral
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
@@ -49,7 +48,7 @@ from clipwise.records.chance import kept, seeded
 from clipwise.refusals import check_model, check_weights, try_loss
 from clipwise.sampling import CHUNK, largest_batch
 from clipwise.trained import trained_elsewhere
-from clipwise.types import Batch, Event, InputError, fraction, nearest, positive, whole
+from clipwise.types import Batch, Event, InputError, fraction, nearest, positive, warn, whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -274,10 +273,7 @@ def _check_sizes(rows: int, batch: int, delta: float) -> None:
             f"batch must be at most the {rows} samples of the data, got {batch}: the rate is batch/samples"
         )
     if delta >= 1 / rows:
-        warnings.warn(
-            f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication",
-            stacklevel=4,
-        )
+        warn(f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication")
 
 
 def _check_public(public: Tensor | None, method: Method, data: RowDataset) -> None:
@@ -302,10 +298,9 @@ def _check_recall(method: Method, batch: int, rows: int) -> None:
 
 def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None:
     if trained_elsewhere(model, counted):
-        warnings.warn(
+        warn(
             "this model was trained by a private run before, and the statement of this one will not count it: if its "
-            "data were the same, write spent=that run's ledger",
-            stacklevel=4,
+            "data were the same, write spent=that run's ledger"
         )
 
 

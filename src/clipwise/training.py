@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import inspect
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,7 @@ from clipwise.report.board import Board, writer
 from clipwise.report.folder import CHECKPOINT, HIDDEN, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, refuse_unfit
 from clipwise.start import Privacy, make_private, refuse_unknown
 from clipwise.trained import forget_trained, note_trained
-from clipwise.types import Event, InputError, Refused, fraction, whole
+from clipwise.types import Event, InputError, Refused, fraction, warn, whole
 
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
@@ -357,10 +356,9 @@ class _Loop:
         entries = [*private.ledger.entries, *private.planned(private.steps - private.steps_taken)]
         rows = private.rows_per_person
         ends = rounded_up(spent(entries, private.delta, private.accountant, rows_per_person=rows))
-        warnings.warn(
+        warn(
             f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
-            f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often",
-            stacklevel=4,
+            f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often"
         )
 
     def finish(self) -> Run:

@@ -1,13 +1,15 @@
 """Vocabulary of the whole package: what flows between modules, and the errors they raise.
 
 Receives: nothing; it imports nothing of clipwise, and torch only for type checkers.
-Gives: Gradient, Event, PrivateSum, Released, Citation, and one-line validators.
+Gives: Gradient, Event, PrivateSum, Released, Citation, one-line validators, and warn.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -30,6 +32,14 @@ class InputError(ValueError):
 
 class Refused(InputError):
     """Something that would train without the privacy it states; the message says what to write instead."""
+
+
+def warn(message: str) -> None:
+    """A warning that points to the line outside this package which led to it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ Gives: the verdict table, as text or JSON, and for a run also in its folder; Fin
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from clipwise.report.runs import (
     statement_in,
     too_weak,
 )
-from clipwise.types import InputError, whole
+from clipwise.types import InputError, warn, whole
 
 CONFIDENCE = "confidence of all rows together"
 # of a statement; the steps are the run's own: the ledger may hold what was released before it, too
@@ -117,7 +116,7 @@ def _keep(place: Path, values: str) -> None:
     try:
         write(place, values)
     except InputError as error:
-        warnings.warn(str(error), stacklevel=2)
+        warn(str(error))
 
 
 def _plan(config: AuditConfig, finished: _Finished | None) -> AuditPlan:

@@ -8,7 +8,6 @@ scheduler_of, steps_of and spent_before, one part each.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from clipwise.records import Loss
 from clipwise.records.trees import tensors
 from clipwise.report.folder import LEDGER, STATEMENT
 from clipwise.report.runs import refuse_other_releases, statement_in
-from clipwise.types import Batch, InputError, fraction, one_of, positive, whole
+from clipwise.types import Batch, InputError, fraction, one_of, positive, warn, whole
 
 EPOCHS = 20.0
 # data so small that one thread is fastest, unless their columns are texts
@@ -99,10 +98,9 @@ def splits_for(config: Training) -> Splits:
     vocabulary = config.vocabulary or splits.vocabulary
     if not models.takes_tokens(model):
         if splits.vocabulary is not None:  # of words; whole numbers in an npz may be quantities
-            warnings.warn(
+            warn(
                 f"{model} reads each word's number as a quantity, which it is not, and will learn little: write "
-                f"--model {NETWORKS['text']}, or leave --model out",
-                stacklevel=2,
+                f"--model {NETWORKS['text']}, or leave --model out"
             )
         return replace(splits, train=_numbers(splits.train), test=_numbers(splits.test)) if splits.tokens else splits
     if not splits.tokens:
@@ -161,10 +159,9 @@ def network(config: TrainConfig, splits: Splits) -> Network:
     if public is not None:
         model = models.Accompanied(model, public, methods.parse(config.method).companions)
         if config.data.partition(":")[0] in ("csv", "jsonl", "npz"):
-            warnings.warn(
+            warn(
                 f"--public {config.public} takes so many rows of your own file as public: the model's file holds them "
-                "as they are",
-                stacklevel=2,
+                "as they are"
             )
     model = model.to(device := _device(config.device))
     if config.compile and device.type == "cuda":  # as convolutions' kernels read weights: a compiler then moves nothing

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from clipwise.report.answer import RunNumbers, alarms
 from clipwise.report.folder import CALIBRATION, write
 from clipwise.sampling import CHUNK
 from clipwise.start import Privacy
-from clipwise.types import InputError, whole
+from clipwise.types import InputError, warn, whole
 
 LOOKED_AT = 256  # test samples whose gradients are diagnosed, at most; no more than a batch, and at least 64
 LOOKS_APART = 50  # steps at least, so that looks cost little
@@ -181,7 +180,7 @@ def _privacy(config: TrainConfig, steps: int, public: Tensor | None) -> Privacy:
 def warn_of(found: Sequence[RunNumbers]) -> None:
     """Say which of the finished runs came to nothing."""
     for text in alarms(found):
-        warnings.warn(text, stacklevel=2)
+        warn(text)
 
 
 def _monitor(config: TrainConfig, splits: Splits, apart: int, beside: Sequence[Method]) -> Monitor | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from clipwise.data.datasets import Arrays, RowDataset, Samples, labelled
 from clipwise.data.named import named
 from clipwise.data.unsampled import SHARED
-from clipwise.types import Refused
+from clipwise.types import Refused, warn
 
 MOST = 100_000  # rows in which copies are looked for
 TELLING = 8  # different fractions in a row: two people do not have them all in common by chance
@@ -53,19 +53,17 @@ def warn_of_copies(data: RowDataset, rows_per_person: int = 1) -> None:
     if max(times.values(), default=0) < rows_per_person:
         return
     if copies:
-        warnings.warn(
+        warn(
             f"{copies} rows of the data are copies of others, number for number: if one person's are repeated, to "
             "balance classes say, that person moves the sum by all of them, and ε is for one; in the place of copies, "
-            "write a factor in the loss",
-            stacklevel=4,
+            "write a factor in the loss"
         )
     if turns:
-        warnings.warn(
+        warn(
             f"{turns} rows of the data are others mirrored or turned, number for number: if they were added to have "
             "more samples, a person moves the sum by all that were made of theirs, and ε is for one; give each picture "
             'once and write method="self_augmentation(…)", whose views are clipped together, or rows_per_person=how '
-            "many were made of one",
-            stacklevel=4,
+            "many were made of one"
         )
 
 
@@ -108,11 +106,10 @@ def refuse_shared(data: RowDataset, seeded: Callable[[int], object]) -> None:
     for place in sorted({1, *(len(data) // times for times in TIMES)} - {0}) if telling(own) else ():
         again = following if place == 1 else read(place)
         if again and (torch.equal(first[0], again[0]) or _is_turned(first[0], again[0])):
-            warnings.warn(
+            warn(
                 f"sample {place} of the data is sample 0 again, number for number, as it is or mirrored or turned: "
                 "if the data set repeats its samples, each moves the sum by all of its copies, and ε is for one; in "
-                "the place of repeats, train for more epochs, and draw what is done to a sample whenever it is read",
-                stacklevel=4,
+                "the place of repeats, train for more epochs, and draw what is done to a sample whenever it is read"
             )
             return
 
@@ -126,11 +123,10 @@ def warn_of_numbers(data: RowDataset) -> None:
     places = {0, 1, len(data) // 2, len(data) - 1}
     if len(places) < 3 or not all(_is_number(data, place) for place in sorted(places)):
         return
-    warnings.warn(
+    warn(
         f"the samples are only their own numbers, 0 to {len(data) - 1}: what the model or the loss looks up by them is "
         "not seen by the self-test, and ε holds only if sample i's loss is made of row i alone; a graph's node, say, "
-        "reads its neighbours' rows too; write the rows themselves, data=(x, y)",
-        stacklevel=4,
+        "reads its neighbours' rows too; write the rows themselves, data=(x, y)"
     )
 
 
@@ -211,11 +207,10 @@ def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> N
     found = _sample_in([(name, tensor) for name, value in held for tensor in tensors_of(value)], data)
     if found is not None:
         name, sample = found
-        warnings.warn(
+        warn(
             f"{who} names {name}, which holds the private sample {sample}: if it computes anything from it, each "
             "sample's loss is made of others too, without noise, which no self-test can see; use the batch alone, and "
-            f"for the number of samples write it down as a number, n = len({name}), before",
-            stacklevel=4,
+            f"for the number of samples write it down as a number, n = len({name}), before"
         )
 
 

@@ -7,13 +7,13 @@ Gives: warn_of_fitted.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from clipwise.data.datasets import Arrays, RowDataset, labelled
+from clipwise.types import warn
 
 MOST = 10**9  # numbers that are read, in a few seconds
 LEAST = 10  # rows: the mean of few may be 0 by chance
@@ -35,11 +35,10 @@ def warn_of_fitted(data: RowDataset) -> None:
         if how is None and first.dim() == 2 and _from_end_to_end(data, place):
             how = "a range from end to end of [0, 1] or [-1, 1]"
         if how is not None:
-            warnings.warn(
+            warn(
                 f"data{label} has exactly {how}, as where it was scaled by its own statistics: one person then moves "
                 "everybody's rows, which no ε covers; scale by constants that are known without these data (published "
-                "means, (age - 50) / 50), or by each row's own",
-                stacklevel=4,
+                "means, (age - 50) / 50), or by each row's own"
             )
 
 

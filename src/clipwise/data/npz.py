@@ -6,7 +6,6 @@ Gives: Splits; read, the arrays of a file, and inputs, one of them as it enters 
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 import zlib
 from pathlib import Path
@@ -20,7 +19,7 @@ from clipwise.data.datasets import Arrays, Prepare, check_finite
 from clipwise.data.images import pixels
 from clipwise.data.source import Source
 from clipwise.data.splits import Splits, divided
-from clipwise.types import InputError, nearest, one_of
+from clipwise.types import InputError, nearest, one_of, warn
 
 _KEYS = ("x", "y", "x_test", "y_test")
 
@@ -61,10 +60,9 @@ def splits(source: Source) -> Splits:
             raise InputError(f"y_test must hold labels that y has, 0 to {int(y.max())}, got {int(y_test.max())}")
         train, test = Arrays((x, y), prepare), Arrays((x_test, y_test), prepare)
     if not regression and (first := int(min(y.min(), test.data[1].min()))) > 0:
-        warnings.warn(
+        warn(
             f"y holds no label below {first}, and labels are counted from 0: the model gets {first} "
-            f"class{'es' if first > 1 else ''} too many; write y - {first}",
-            stacklevel=2,
+            f"class{'es' if first > 1 else ''} too many; write y - {first}"
         )
     if regression:
         return Splits(source.text, train, test, 1, tuple(x.shape[1:]), task="regression")

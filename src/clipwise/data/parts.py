@@ -6,7 +6,6 @@ Gives: warn_of_parts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from clipwise.data.copies import TELLING, telling, tensors_of
 from clipwise.data.datasets import Arrays, RowDataset, Samples
+from clipwise.types import warn
 
 OF_ARRAYS, OF_SAMPLES = 256, 64  # samples that are looked at; others have to be read
 Part = NDArray[np.float32]
@@ -30,9 +30,7 @@ def warn_of_parts(data: RowDataset, seeded: Callable[[int], object]) -> None:
     samples = _first(data, seeded)
     if (found := _partner(samples) or _window(samples)) is not None:
         sample, of, how = found
-        warnings.warn(
-            f"sample {sample} of the data holds what sample {of} holds, number for number: {how}", stacklevel=4
-        )
+        warn(f"sample {sample} of the data holds what sample {of} holds, number for number: {how}")
 
 
 PAIRED = (

@@ -11,7 +11,6 @@ import csv
 import io
 import json
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,7 @@ from clipwise.data.datasets import Arrays
 from clipwise.data.source import Source, escaped, file_of, unescaped
 from clipwise.data.splits import Splits, divided
 from clipwise.data.text import sizes, tokenised
-from clipwise.types import InputError, nearest
+from clipwise.types import InputError, nearest, warn
 
 Table: TypeAlias = "dict[str, Cells]"  # by the column's name
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "space": " "}
@@ -254,10 +253,9 @@ def said_of(source: Source, table: Table) -> Said:
 def _warn_of_bare(columns: Mapping[str, Meaning]) -> None:
     bare = [column for column, said in columns.items() if said == AsIs()]
     if bare:
-        warnings.warn(
+        warn(
             f"nothing is said about the range of {_shown(bare)}: v enters as sign(v)·log(1 + |v|); where you know the "
-            f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'",
-            stacklevel=3,
+            f"range, write 'columns={escaped(bare[0])}:LOW..HIGH,…'"
         )
 
 
@@ -271,7 +269,7 @@ def _warn_of_idle(columns: Mapping[str, Meaning], table: Table) -> None:
             why = "every number is at one end of its range or beyond it: write a range that it lies in"
         else:
             continue
-        warnings.warn(f"the column {column} tells nothing, since {why}", stacklevel=3)
+        warn(f"the column {column} tells nothing, since {why}")
 
 
 def _ends(said: Range, cells: Cells) -> set[float]:

@@ -10,7 +10,6 @@ import json
 import math
 import shlex
 import tomllib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ from clipwise.report.folder import (
     measurements,
     text_in,
 )
-from clipwise.types import InputError
+from clipwise.types import InputError, warn
 
 SLACK = 1e-3  # of ε: another version's grid may round up a little further
 NEEDED = ("epsilon", "delta", "accountant", "method", "releases")  # of a statement
@@ -148,10 +147,9 @@ def _warn_of_unfinished(path: Path) -> None:
     begun, finished = ({place.parent.name for place in path.glob(f"*/{name}")} for name in (CHECKPOINT, STATEMENT))
     unfinished = sorted(begun - finished)
     if unfinished:
-        warnings.warn(
+        warn(
             f"in {path}, {', '.join(unfinished)} did not finish: what such a run released, and what was seen of it, is "
-            f"in no number of this report, nor in the ε of all runs; resume it first: {resuming(path / unfinished[0])}",
-            stacklevel=3,
+            f"in no number of this report, nor in the ε of all runs; resume it first: {resuming(path / unfinished[0])}"
         )
 
 
