@@ -1,9 +1,12 @@
 """What holds for every test: chance is the same in each run, on any machine.
 
 Receives: nothing.
-Gives: a profile of hypothesis whose examples follow from the test alone, and which has no limits of time; generators at
-one seed before each test.
+Gives: a profile of hypothesis whose examples follow from the test alone, and which has no limits of time; a folder of
+temporary files that is gone afterwards; generators at one seed before each test.
 """
+
+import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,6 +22,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("the same everywhere")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What torch compiles, and torchrun's logs, lie with the tests' other files, which are gone afterwards."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
 
 
 @pytest.fixture(autouse=True)

@@ -289,7 +289,7 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytes
 def test_the_page_on_several_gpus_runs_in_two_processes(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/several-gpus.md").read_text(), re.DOTALL)
     (tmp_path / "several.py").write_text(script)
-    command = f"-m torch.distributed.run --standalone --log-dir logs --nproc-per-node {PROCESSES} several.py"
+    command = f"-m torch.distributed.run --standalone --nproc-per-node {PROCESSES} several.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
