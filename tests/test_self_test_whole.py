@@ -528,6 +528,7 @@ DRAWN_FOR_EACH: dict[str, Callable[[Tensor], Tensor]] = {
     "as much as a sample's values say": lambda x: torch.poisson(5 * x.abs()),
     "a slope for what is negative": lambda x: F.rrelu(x, training=True),
     "inside torch": lambda x: F.gumbel_softmax(x),
+    "a class": lambda x: x * torch.multinomial(torch.ones(len(x), 5), 1),
     "nothing": lambda x: x,
 }
 
@@ -575,6 +576,7 @@ def test_what_is_drawn_for_all_samples_at_once_passes(name: str) -> None:
 MIXED_BY_CHANCE: dict[str, Callable[[Tensor], Tensor]] = {
     "a mean of the noise": lambda x: x + (noise := torch.randn_like(x)) - noise.mean(0),
     "samples as noise": lambda x: x + 0.1 * x[torch.randint(len(x), (len(x),))],
+    "samples by their weights": lambda x: x + 0.1 * x[torch.multinomial(torch.ones(len(x)), len(x), replacement=True)],
     "their number": lambda x: x * (1 + 1 / len(x)) + torch.randn_like(x),
 }
 

@@ -155,13 +155,15 @@ class _ByRow(TorchDispatchMode):
             return value[place * each :][:each] if isinstance(value, Tensor) else [each, *value[1:]]
 
         parts = []
-        with torch.random.fork_rng(devices=()):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
             for place, group in enumerate(groups):
                 # torch.manual_seed would keep each for a CUDA that is not begun yet, with where it was called
                 torch.default_generator.manual_seed(seed + group)
                 if torch.cuda.is_initialized():
                     torch.cuda.manual_seed_all(seed + group)
                 parts.append(func(*(cut(value, place) for value in args), **kwargs))
+        if any(_length(part) != each for part in parts):
+            return func(*args, **kwargs)  # its rows are not the samples': torch.multinomial(weights, n), which draws n
         return torch.cat(parts) if returns[0].alias_info is None else args[0]
 
     def _groups(self, seed: int, length: int) -> tuple[int, Sequence[int]]:
