@@ -9,6 +9,7 @@ import os
 import tempfile
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from clipwise.records.chance import seeded
@@ -32,5 +33,9 @@ def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _the_same_numbers() -> None:
-    """Weights and data that a test draws are the same ones each time, whichever tests ran before it."""
+    """Weights and data that a test draws are the same ones each time, whichever tests ran before it.
+
+    In one thread: two workers on two cores with two each mostly wait for one another.
+    """
+    torch.set_num_threads(1)
     seeded(0)

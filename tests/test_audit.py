@@ -45,11 +45,6 @@ COMBINED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def test_the_table_of_canaries_has_a_line_for_every_method() -> None:
     assert set(CANARIES) == set(METHODS)
 

@@ -28,11 +28,6 @@ LONELY = replace(PLAN, noise_multiplier=0.6, trials=9600)  # a canary that must 
 Patch = pytest.MonkeyPatch
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def failing(text: str, plan: AuditPlan = PLAN) -> list[str]:
     """The audits of this method that fail."""
     return [row.audit for row in audit([parse(text)], plan) if not row.passed]
