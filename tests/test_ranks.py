@@ -291,6 +291,8 @@ def test_the_page_on_several_gpus_runs_in_two_processes(tmp_path: Path) -> None:
     (tmp_path / "several.py").write_text(script)
     command = f"-m torch.distributed.run --standalone --nproc-per-node {PROCESSES} several.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if torch.cuda.device_count() < PROCESSES:  # it gives each process a GPU of its own
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
         [sys.executable, *command.split()], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
