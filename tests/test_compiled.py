@@ -33,7 +33,6 @@ from clipwise.records import lean as lean_module
 from clipwise.records import replay as replay_module
 from clipwise.records.compiled import CompiledCapture, GraphGradients
 from clipwise.records.layers import products
-from clipwise.records.tf32 import halves
 from clipwise.records.trees import tensors
 from clipwise.step import Rule, private_sum
 from clipwise.types import InputError, Refused
@@ -467,59 +466,6 @@ def test_other_copies_and_thresholds_do_not_tell_a_sign(other: Any) -> None:
     assert told_by(lean_module.narrow_signs(make_fx(relu(*other), tracing_mode="fake")(*relu_numbers()))) == (
         torch.float32
     )
-
-
-def test_what_is_narrowed_of_the_forward_pass_alone_is_narrowed_there_and_nothing_else_moves() -> None:
-    def function(x: Tensor, weight: Tensor) -> Any:
-        a = (x @ weight).tanh()
-        losses = a.square().sum(1)
-        b = (2 * a * torch.ones_like(losses.sum())) @ weight.T  # a backward pass begins at the losses
-        scale = a.abs().amax(1, keepdim=True)
-        one, other = (a / scale).half(), (b / scale).half()
-        return a.norm(dim=1), losses.detach(), [one, other, scale, weight.half()]
-
-    torch.manual_seed(0)
-    x, weight = torch.randn(5, 6), torch.randn(6, 4)
-    graph = make_fx(function, tracing_mode="fake")(x, weight)
-    before = [node.name for node in graph.graph.nodes]
-    changed = lean_module.narrowed_early(graph)
-    changed.graph.lint()
-    order = [node.name for node in changed.graph.nodes]
-    assert sorted(order) == sorted(before)
-    results = changed.graph.output_node().args[0]
-    losses, (one, other, scale, weight_half) = lean_module._named(results[1]), results[2]
-    at = lambda node: order.index(node.name)
-    assert at(one) < at(losses) and at(scale) < at(losses) and at(weight_half) < at(losses) < at(other)
-    wanted = {node.name for node in lean_module._ancestors([one, weight_half])}
-    assert [name for name in order if name not in wanted] == [name for name in before if name not in wanted]
-    for found, expected in zip(tensors(changed(x, weight)), tensors(function(x, weight)), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_what_is_rounded_for_tf32_is_rounded_in_the_forward_pass_unless_it_is_drawn() -> None:
-    def function(weight: Tensor, x: Tensor) -> Any:
-        a = (x @ weight).tanh()
-        losses = a.square().sum(1)
-        b = 2 * a * torch.ones_like(losses.sum())
-        one, other, scale = halves(a, b)  # with constants of its own
-        return scale, losses.detach(), one, other, weight.half(), (a + torch.rand(5, 4)).half()
-
-    weight, x = torch.randn(6, 4), torch.randn(5, 6)
-    graph = lean_module.narrowed_early(make_fx(function, tracing_mode="fake")(weight, x))
-    graph.graph.lint()
-    nodes = list(graph.graph.nodes)
-    assert [node.op for node in nodes[:3]] == ["placeholder", "placeholder", "call_function"]
-    _, losses, one, other, cast, drawn = (nodes.index(lean_module._named(n)) for n in nodes[-1].args[0])
-    assert cast < one < losses < min(other, drawn)
-    for seed in (0, 1):
-        found, expected = (torch.manual_seed(seed) and run(weight, x) for run in (graph, function))
-        assert all(map(torch.equal, found, expected))
-
-
-def test_a_graph_without_losses_stays_as_it_is() -> None:
-    graph = make_fx(lambda x: x.half(), tracing_mode="fake")(torch.randn(3))
-    before = [node.name for node in graph.graph.nodes]
-    assert [node.name for node in lean_module.narrowed_early(graph).graph.nodes] == before
 
 
 NOT_CUT = {

@@ -207,6 +207,35 @@ def test_a_tied_table_is_measured_with_the_rounded_product(tf32: None) -> None:
         torch.testing.assert_close(kinds.cross(*pair).double(), expected, rtol=1e-5, atol=1e-4)
 
 
+class Product(nn.Module):
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.weight, self.turned = nn.Parameter(torch.randn((5, 3) if turned else (3, 5))), turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if self.turned else F.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_layer_read_is_rounded_by_itself_and_its_gradient_padded_once(turned: bool, tf32: None) -> None:
+    torch.manual_seed(0)
+    model, x, sides = Product(turned), torch.randn(SAMPLES, 6, 5), list[Tensor]()
+    for power in (1, 3):  # two losses: other gradients of the same input
+        loss = lambda m, x, power=power: m(x).pow(power + 1).flatten(1).sum(1)
+        (record,) = Capture(model, loss)(x).records["weight"]
+        assert isinstance(record, Outer) and record.turned == turned
+        read, gradient = (record.b, record.a) if turned else (record.a, record.b)
+        assert torch.equal(read[:, 0], x) and gradient.shape[3] == 8 and not gradient[..., 3:].any()
+        half, bare = record.halved(), record.unpadded().halved()
+        sides.append(half.other if turned else half.one)
+        assert torch.equal(half.scale, bare.scale) and torch.equal(half.dense(), bare.dense())
+        torch.testing.assert_close(half.total(WEIGHTS), bare.total(WEIGHTS))
+        own = record.unpadded()
+        exact = (own.b.double().mT @ own.a.double()).view(SAMPLES, *own.shape)
+        torch.testing.assert_close(half.dense().double(), exact, rtol=2e-3, atol=2e-3 * float(exact.abs().max()))
+    assert torch.equal(*sides)
+
+
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()

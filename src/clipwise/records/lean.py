@@ -2,13 +2,13 @@
 
 Receives: the graph of a forward and a backward pass, traced together.
 Gives: lean: the same graph with normalisations taken apart, without layout copies, costly repeats, second paddings and
-wide tensors that are kept for a sign, or for a narrow copy of themselves.
+wide tensors that are kept for a sign.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def lean(graph: Any, *example: Any) -> Callable[..., Any]:
         # a copy may be the guard of what is written in place, and equal calls may not be equal
         graph = graph_of(torch.func.functionalize(graph), *example)
     graph = without_repeats(graph_of(relaid(graph), *example, decompositions=taken_apart()))
-    return narrowed_early(narrow_signs(padded_once(graph)))
+    return narrow_signs(padded_once(graph))
 
 
 def _operators(graph: Any) -> list[Any]:
@@ -149,53 +149,9 @@ def narrow_signs(graph: Any) -> Any:
     return graph
 
 
-def narrowed_early(graph: Any) -> Any:
-    """The graph in which results in half precision that come of the forward pass alone are computed there.
-
-    A layer's input is rounded for its record (``tf32``), and the record is put together at the end: until then the wide
-    input would be kept for nothing else. The forward pass ends with the losses, the second result, where the backward
-    pass begins.
-    """
-    nodes, results = list(graph.graph.nodes), graph.graph.output_node().args[0]
-    if not (isinstance(results, (list, tuple)) and len(results) > 1 and isinstance(results[1], torch.fx.Node)):
-        return graph
-    # where a node stands: what is put behind another comes before all that was put there earlier
-    place: dict[Any, tuple[int, ...]] = {node: (i,) for i, node in enumerate(nodes)}
-    end = place[_named(results[1])]
-    given = [node for node in nodes if node.op == "placeholder"][-1:]  # constants, too, come after all arguments
-    forward: set[Any] = set()  # computed without the losses
-    for node in nodes:
-        if place[node] < end or (place[node] > end and forward.issuperset(node.all_input_nodes) and not _drawn(node)):
-            forward.add(node)
-    narrow = [n for n in graph.graph.output_node().all_input_nodes if _dtype(n) in HALF and n in forward]
-    wanted = {node for node in _ancestors(narrow) if place[node] > end}
-    for count, node in enumerate(node for node in nodes if node in wanted):
-        last = max([*given, *node.all_input_nodes], key=lambda other: place[other])
-        last.append(node)
-        place[node] = (*place[last], -count - 1)
-    graph.recompile()
-    return graph
-
-
 def _drawn(node: Any) -> bool:
     """Whether a node draws random numbers: their order is a part of the result."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _dtype(node: Any) -> torch.dtype | None:
-    return getattr(node.meta.get("val"), "dtype", None)
-
-
-def _ancestors(nodes: Iterable[Any]) -> set[Any]:
-    """These nodes, and all that they are computed from."""
-    found: set[Any] = set()
-    open_ = list(nodes)
-    while open_:
-        node = open_.pop()
-        if node not in found:
-            found.add(node)
-            open_ += node.all_input_nodes
-    return found
 
 
 def _named(node: Any) -> Any:

@@ -37,13 +37,15 @@ class Outer:
     """v_i = Σ_s b_is a_isᵀ in each of several blocks (the groups of a convolution; a Linear has one).
 
     a: [sample, block, position, p], b: [sample, block, position, q]; the parameter is [block · q, p] reshaped.
-    ``spare`` features of zeros may stand behind those of a and b, so that a kernel can read them.
+    ``spare`` features of zeros may stand behind those of a and b, so that a kernel can read them. ``turned``: the layer
+    multiplies by its parameter as it is, [p, q], so that b is what it read and a the gradient of its output.
     """
 
     a: Tensor
     b: Tensor
     shape: torch.Size
     spare: tuple[int, int] = (0, 0)
+    turned: bool = False
 
     @property
     def samples(self) -> int:
@@ -135,11 +137,14 @@ class Outer:
     @property
     def rounded(self) -> bool:
         """Whether the library may round both factors to TF32, and their sum over positions may cancel."""
-        return rounds(self.a, self.b, convolution=False) and self.a.shape[1] == 1 and self.a.shape[2] > 1
+        return rounded(self.a, self.b)
 
     def halved(self) -> Halved:
         """The same from rounded factors."""
-        one, other, scale = halves_by_position(self.a, self.b)
+        if self.turned:  # what a layer read is there first, and is best rounded as it is made
+            other, one, scale = halves_by_position(self.b, self.a)
+        else:
+            one, other, scale = halves_by_position(self.a, self.b)
         ready = Outer(one, other, self.shape, self.spare).padded()
         return Halved(ready.a, ready.b, scale, functools.partial(Outer, shape=self.shape, spare=ready.spare))
 
@@ -180,6 +185,11 @@ ONE: tuple[Any, ...] = ((1, 1), (0, 0), (1, 1), (1, 1), 1)
 def by_kernel(a: Tensor, other: torch.dtype) -> bool:
     """Whether kernels take these operands as they are: half precision, and more than one position to sum over."""
     return a.is_cuda and a.dtype == other and a.dtype in HALF and a.shape[1] == 1 and a.shape[2] > 1
+
+
+def rounded(a: Tensor, b: Tensor) -> bool:
+    """Whether the library may round these factors to TF32, and their sum over positions may cancel."""
+    return rounds(a, b, convolution=False) and a.shape[1] == 1 and a.shape[2] > 1
 
 
 def outer_form(a: Tensor, outputs: int, dtype: torch.dtype, *, swap: bool = False, measure: bool = True) -> forms.Form:

@@ -18,7 +18,7 @@ from clipwise.records.displacement import Own, cut
 from clipwise.records.kernels import positions_total
 from clipwise.records.kernels.gram import EVEN, HALF
 from clipwise.records.kinds import Dense, Outer, full_precision, outer_form, wide, written_format
-from clipwise.records.kinds.outer import by_kernel
+from clipwise.records.kinds.outer import by_kernel, rounded
 from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting, added_to, identity, mixing, seen_format
 from clipwise.records.tape import Rows, Want, by_sample, by_unit, from_units
@@ -89,10 +89,10 @@ def _linear(m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, *, flip:
         def record(a: Tensor, b: Tensor) -> Outer:
             b = by_sample(b, out, n).reshape(n, 1, positions, b.shape[-1])
             spare = b.shape[-1] - q
-            return Outer(b, a, shape, (spare, 0)) if swap else Outer(a, b, shape, (0, spare))
+            return Outer(b, a, shape, (spare, 0), turned=True) if swap else Outer(a, b, shape, (0, spare))
 
-        # logits, say: rows that a kernel can read
-        spare = -q % EVEN if by_kernel(a, output.dtype) and not m.tape.dual else 0
+        # logits, say: rows that a kernel can read, also once they are rounded
+        spare = -q % EVEN if (by_kernel(a, output.dtype) or rounded(a, output)) and not m.tape.dual else 0
         if m.tape.writes(form, source):
             kept = source.name is not None  # what goes on through a Jacobian keeps its digits
             write = Outer.written if kept else Outer.dense
