@@ -291,6 +291,36 @@ def test_networks_pass_the_self_test_where_products_are_in_tf32_and_in_bfloat16(
     check_samples(model, narrow, batch)
 
 
+DRAWN = {
+    "noise": lambda x: x + torch.randn_like(x),
+    "as its values say": lambda x: torch.poisson(x.abs()),
+    "for all at once": lambda x: x.flip(1) if torch.rand((), device=x.device) < 0.5 else x,
+}
+
+
+def vectors() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return nn.Linear(8, 3).cuda(), (torch.randn(4, 8, device="cuda"), torch.randint(0, 3, (4,), device="cuda"))
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_what_a_loss_draws_on_the_gpu_is_each_sample_s_own(kind: str) -> None:
+    model, batch = vectors()
+    before = torch.cuda.get_rng_state()
+    check_samples(model, lambda model, batch: loss(model, (DRAWN[kind](batch[0]), batch[1])), batch)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_samples_that_a_draw_on_the_gpu_mixes_are_refused() -> None:
+    def mixed(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0]
+        return loss(model, (0.7 * x + 0.3 * x[torch.randperm(len(x), device=x.device)].detach(), batch[1]))
+
+    model, batch = vectors()
+    with pytest.raises(Refused, match="sample"):
+        check_samples(model, mixed, batch)
+
+
 def test_in_tf32_what_is_summed_is_what_was_measured_even_where_it_cancels() -> None:
     # rounded by the library, w b would have other factors than the norm was taken of
     torch.manual_seed(0)
