@@ -35,4 +35,4 @@ audit: $(READY)  ## attack every method and hold what that shows against the cla
 	$(BIN)/clipwise audit
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs build src/clipwise.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs build src/clipwise.egg-info src/clipwise/*.so

@@ -15,12 +15,16 @@ from clipwise.randomness import SeededStream
 class Ones(SeededStream):
     """A stream whose noise is its own scale, and so has its root mean square length in every draw."""
 
+    _noisy_here = SeededStream._noisy_plain  # which asks for the normals
+
     def _normals(self, count: int, narrow: bool) -> Iterator[tuple[slice, Tensor]]:
         yield slice(0, count), torch.ones(count, dtype=torch.float64)
 
 
 class Noting(SeededStream):
     """A seeded stream that notes each draw: how many normals, and whether what they are added to is rounded."""
+
+    _noisy_here = SeededStream._noisy_plain
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import os
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
+from clipwise import cpu_noise
 from clipwise.randomness import SecureStream, SeededStream, Stream, keystream
 from clipwise.types import InputError
 
@@ -273,14 +275,74 @@ def test_streams_say_their_names_and_refuse_a_bad_seed() -> None:
             SeededStream(seed)  # type: ignore[arg-type]
 
 
-def test_noise_is_added_a_block_at_a_time_to_tensors_that_begin_and_end_anywhere() -> None:
+@pytest.fixture(params=["compiled", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Noise by compiled code, and by PyTorch's operations."""
+    if request.param == "plain":
+        monkeypatch.setattr(cpu_noise, "_add", None)
+    elif not cpu_noise.built():
+        pytest.skip("needs a C compiler when clipwise is installed")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_is_added_a_block_at_a_time_to_tensors_that_begin_and_end_anywhere(way: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(size, generator=generator) for size in [(7,), (300, 800), (0,), (), (131_072,), (3, 5)]]
+    shapes = [(7,), (300, 800), (0,), (), (131_072,), (3, 5)]
+    values = [torch.randn(size, generator=generator).to(dtype) for size in shapes]
+    values[1] = values[1].T  # in another order than it lies in
     scales = [0.3, 0.3, 1.0, 5.0, 2.0, 0.1]
-    found = SeededStream(6).noisy_all(values, scales, 7.0)
+    found = SeededStream(6).noisy_all(values, scales, 7.0, torch.float32)
     noise = SeededStream(6).normal([sum(value.numel() for value in values)], narrow=True)
     for value, scale, own, noisy in zip(values, scales, noise.split([v.numel() for v in values]), found, strict=True):
-        assert torch.equal(noisy, ((value.double() + scale * own.view(value.shape)) / 7.0).float())
+        expected = ((value.double() + scale * own.view(value.shape)) / 7.0).float()
+        # compiled, a sum may be rounded once less: to the next number, where it lies half way between two
+        torch.testing.assert_close(noisy, expected, rtol=2.0**-23 if way == "compiled" else 0, atol=0)
+
+
+@pytest.mark.parametrize("ends", [None, 0x00, 0xFF, 0x80])
+def test_compiled_normals_are_the_plain_ones_to_the_last_digits(
+    way: str, ends: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def constant(key: bytes, nonce: bytes, into: memoryview) -> None:
+        into[:] = bytes([ends or 0]) * len(into)
+
+    if ends is not None:
+        monkeypatch.setattr("clipwise.randomness.keystream", constant)
+    count = 300_001
+    normals = SeededStream(3).normal([count], narrow=True)
+    # what is left of z − z, in float64 until it is rounded
+    (left,) = SeededStream(3).noisy_all([-normals], [1.0], dtype=torch.float32)
+    assert float(left.abs().max()) < 1e-14
+    (noise,) = SeededStream(3).noisy_all([torch.zeros(count)], [1.0])
+    torch.testing.assert_close(noise, normals.float(), rtol=2.0**-23, atol=0)
+
+
+def test_threads_share_the_blocks_and_every_number_is_written(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clipwise.randomness._BLOCK", 64)
+    monkeypatch.setattr("clipwise.randomness._BLOCKS", 1)
+    values, threads = [torch.zeros(9_999), torch.zeros(3)], torch.get_num_threads()
+    try:
+        found = []
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            found.append(torch.cat(SeededStream(8).noisy_all(values, [1.0, 2.0])))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found) and len(found[0].unique()) > 9_990
+    if way == "compiled":
+        monkeypatch.setattr(cpu_noise.Table, "add", lambda self, words, piece: 0)
+        with pytest.raises(RuntimeError, match="noise was added to 0 of 10002 numbers"):
+            SecureStream().noisy_all(values, [1.0, 2.0])
+
+
+def test_compiled_code_reads_and_writes_only_what_is_there() -> None:
+    if not cpu_noise.built():
+        pytest.skip("needs a C compiler when clipwise is installed")
+    table = cpu_noise.Table([torch.zeros(5)], [1.0], 1.0)
+    for words, piece in ((14, slice(0, 5)), (15, slice(1, 6)), (15, slice(-1, 4)), (0, slice(2, 2))):
+        with pytest.raises(ValueError, match="expected words for some of 5 numbers"):
+            table.add(np.zeros(words, np.int32), piece)
 
 
 def test_noisy_values_hold_no_graph_by_which_the_bare_ones_could_be_found() -> None:

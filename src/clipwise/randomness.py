@@ -14,7 +14,9 @@ import itertools
 import math
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 
 import numpy as np
@@ -23,10 +25,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clipwise import gpu_noise
+from clipwise import cpu_noise, gpu_noise
 from clipwise.types import InputError, whole
 
 _BLOCK = 1 << 17  # numbers per key: passes stay in the cache, and are long enough for PyTorch's threads
+_BLOCKS = 8  # for each thread of our own at least: PyTorch's spin for a while before they let one have a core
 _ZEROS = memoryview(bytes(16 * _BLOCK))
 _MASK = (1 << 53) - 1  # a float64 holds 53 random bits
 
@@ -151,7 +154,39 @@ class Stream(ABC):
     def _noisy_here(
         self, values: Sequence[Tensor], scales: Sequence[float], divisor: float, dtype: torch.dtype
     ) -> list[Tensor]:
-        """On the CPU, all in a row and a block at a time: its normals are added while they lie in the cache."""
+        """On the CPU, a block at a time."""
+        if dtype == torch.float32 and cpu_noise.built():
+            return self._noisy_compiled(values, scales, divisor)
+        return self._noisy_plain(values, scales, divisor, dtype)
+
+    def _noisy_compiled(self, values: Sequence[Tensor], scales: Sequence[float], divisor: float) -> list[Tensor]:
+        """By compiled code, in threads of our own."""
+        table = cpu_noise.Table(values, scales, divisor)
+        left = deque((piece, self._next(use=1)) for piece in _pieces(table.count))
+        threads = max(1, min(torch.get_num_threads(), len(left) // _BLOCKS))
+
+        def work() -> int:
+            words, done = np.empty(5 * ((min(table.count, _BLOCK) + 1) // 2), np.int32), 0
+            while True:
+                try:
+                    piece, start = left.popleft()
+                except IndexError:
+                    return done
+                own = words[: 5 * ((piece.stop - piece.start + 1) // 2)]
+                keystream(*start, own.data.cast("B"))
+                done += table.add(own, piece)
+
+        with ThreadPoolExecutor(max(1, threads - 1)) as pool:  # not kept: a fork would wait for threads it has not
+            others = [pool.submit(work) for _ in range(threads - 1)]
+            done = work() + sum(other.result() for other in others)
+        if done != table.count:  # what is left in that memory may be anything
+            raise RuntimeError(f"noise was added to {done} of {table.count} numbers")
+        return table.results()
+
+    def _noisy_plain(
+        self, values: Sequence[Tensor], scales: Sequence[float], divisor: float, dtype: torch.dtype
+    ) -> list[Tensor]:
+        """By PyTorch's operations, all in a row: a block's normals are added while they lie in the cache."""
         row = torch.cat([value.detach().to("cpu").flatten() for value in values])  # a graph would keep the bare value
         out = torch.empty_like(row, dtype=dtype)
         sizes = [value.numel() for value in values]
