@@ -53,7 +53,9 @@ class Outer:
         return self.a.shape[0]
 
     def scaled(self, factors: Tensor) -> Outer:
-        """Scaling a sample scales b."""
+        """Scaling a sample scales one of its factors: the narrower, which is copied for it."""
+        if self.a.shape[3] < self.b.shape[3]:
+            return replace(self, a=self.a * shaped(self.a, factors))
         return replace(self, b=self.b * shaped(self.b, factors))
 
     def merged(self, size: int) -> Outer:
