@@ -552,6 +552,15 @@ def test_a_marked_file_of_a_windows_program_is_read_whatever_its_encoding(tmp_pa
         assert x.tolist() == [[-1.0], [1.0]] and y.tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_file_in_utf_16_without_its_mark_is_named(tmp_path: Path, encoding: str) -> None:
+    """It was a table whose names had spaces between their letters."""
+    path = tmp_path / "t.csv"
+    path.write_bytes("a,y\n1,p\n2,q\n".encode(encoding))
+    with pytest.raises(InputError, match="UTF-16 without its mark: save it"):
+        load(f"csv:{path}?label=y:p|q&columns=a:0..2")
+
+
 @pytest.mark.parametrize(
     ("cell", "lines"), [('"so much', "5 and 21"), ('"so" much', "5 and 5"), ('"so \\"much\\""', "5 and 5")]
 )

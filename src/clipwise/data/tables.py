@@ -77,7 +77,13 @@ def _text_of(path: Path) -> str:
     """In UTF-8, or in UTF-16 behind its mark, as Excel saves "Unicode Text" and PowerShell writes files."""
     with path.open("rb") as file:
         marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return path.read_text(encoding="utf-16" if marked else "utf-8-sig")
+    text = path.read_text(encoding="utf-16" if marked else "utf-8-sig")
+    if "\0" in text:
+        raise InputError(
+            f"{path} must be a text file in UTF-8, got bytes that are zero, as in UTF-16 without its mark: save it as "
+            "'CSV UTF-8', as Excel calls it, or by iconv -f UTF-16LE -t UTF-8"
+        )
+    return text
 
 
 def _csv(source: Source, without: str | None, path: Path, comma: bool) -> Table:
