@@ -110,14 +110,17 @@ class _Lstm(torch.autograd.Function):
         size = h.shape[-1]
         # under autocast the product that made ahead is narrow
         h, c, weight = (t.to(ahead.dtype) for t in (h, c, weight))
-        hs, cs, tanhs, gates = [], [c], [], []
+        hs, cs, tanhs = [], [c], []
         turned = weight.t()
-        for x in (ahead if bias is None else ahead + bias).unbind(0):
-            z = plus_times(x, h, turned, own)
+        gates = ahead.clone() if bias is None else (ahead + bias).to(ahead.dtype)
+        for z in gates.unbind(0):  # each in its place: to put them together would be another copy
+            if own:
+                z.copy_(plus_times(z, h, turned, own))
+            else:
+                z.addmm_(h, turned)
             z[:, : 2 * size].sigmoid_()
             z[:, 2 * size : 3 * size].tanh_()
             z[:, 3 * size :].sigmoid_()
-            gates.append(z)
             i, f, g, o = z.split(size, 1)
             c = torch.addcmul(f * c, i, g)
             squashed = c.tanh()
@@ -125,7 +128,7 @@ class _Lstm(torch.autograd.Function):
             hs.append(h)
             cs.append(c)
             tanhs.append(squashed)
-        ctx.save_for_backward(torch.stack(gates), torch.stack(cs[:-1]), torch.stack(tanhs), weight, *own)
+        ctx.save_for_backward(gates, torch.stack(cs[:-1]), torch.stack(tanhs), weight, *own)
         return torch.stack(hs), c
 
     @staticmethod
@@ -136,16 +139,17 @@ class _Lstm(torch.autograd.Function):
         through = o * (1 - squashed.square())  # ∂h/∂c
         # ∂c/∂(i, f, g) and ∂h/∂o before their squashing, for all steps at once: [step, sample, 4, hidden]
         local = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2)
-        found = []
         dh = zeros = torch.zeros_like(d_hs[0])
         for t in range(len(gates) - 1, -1, -1):
             dh = dh + d_hs[t]
             dc = torch.addcmul(dc, dh, through[t])
-            step = torch.cat([local[t, :, :3] * dc[:, None], (local[t, :, 3] * dh)[:, None]], 1).flatten(1)
-            found.append(step)
+            # in place: to put the gates together would be a copy, and a wait for threads, at every step
+            local[t, :, :3] *= dc[:, None]
+            local[t, :, 3] *= dh
+            step = local[t].flatten(1)
             dc = dc * f[t]
             dh = _back(zeros, step, weight, own) if own else step @ weight
-        out = torch.stack(found[::-1])
+        out = local.flatten(2)
         return out, dh, dc, None, None, out, *(None,) * len(own)
 
 
@@ -186,14 +190,15 @@ class _Gru(torch.autograd.Function):
         before = torch.cat([first[None], states[:-1]])
         at_n = (1 - z) * (1 - n.square())  # ∂h/∂n before its squashing
         local = torch.stack([at_n * inner * r * (1 - r), (before - n) * z * (1 - z), at_n], 2)
-        found, parts = [], []
+        parts = []
         dh = torch.zeros_like(d_hs[0])
         for t in range(len(z) - 1, -1, -1):
             dh = dh + d_hs[t]
-            step = local[t] * dh[:, None]  # [sample, 3, hidden]
-            part = torch.cat([step[:, :2], (step[:, 2] * r[t])[:, None]], 1).flatten(1)
-            found.append(step.flatten(1))
-            parts.append(part)
-            dh = _back(dh * z[t], part, weight, own)
-        out, recurrent = torch.stack(found[::-1]), torch.stack(parts[::-1])
+            step = local[t]  # [sample, 3, hidden]
+            step *= dh[:, None]  # in place: another would have to be copied into its row
+            part = step.clone()
+            part[:, 2] *= r[t]
+            parts.append(part.flatten(1))
+            dh = _back(dh * z[t], parts[-1], weight, own)
+        out, recurrent = local.flatten(2), torch.stack(parts[::-1])
         return out, dh, None, None, recurrent, *(None,) * len(own)
