@@ -3,7 +3,7 @@
 Receives: tensors with their scales, and block by block the words of a cipher.
 Gives: built: whether the code is there; Table: tensors to which it adds noise, for results in float32.
 
-``randomness`` does the same with PyTorch's operations where it is not, in more than twice the time (docs/decisions/0003).
+Where it is not, ``randomness`` does the same with PyTorch's operations, in more than twice the time (decision 3).
 """
 
 from __future__ import annotations
