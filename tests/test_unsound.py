@@ -7,6 +7,7 @@ Gives: that no sample moves more than was accounted, that no release goes uncoun
 import dataclasses
 import random
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -546,6 +547,41 @@ def test_a_target_is_kept_together_with_what_the_ledger_holds_already(beside: bo
         private.step(batch)
     assert private.ledger is ledger and ledger.releases == (12 if beside else 8)
     assert 7.9 < private.epsilon() <= 8.0
+
+
+def test_runs_that_share_a_ledger_and_were_calibrated_without_each_other_warn() -> None:
+    """Each would keep its own target, and pass it together with the other's releases."""
+    ledger = cw.Ledger()
+    first, second = (private_for(ledger=ledger, noise_multiplier=None, epsilon=8.0) for _ in range(2))
+    for private, said in ((first, 0), (second, 1)):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for batch in private.batches():
+                private.step(batch)
+        mine = [str(w.message) for w in heard if "for which its noise was not calibrated" in str(w.message)]
+        assert len(mine) == said, mine
+    assert "holds 4 releases of others" in mine[0] and second.epsilon() > 8.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_releases_of_others_are_no_news_where_no_target_was_given() -> None:
+    ledger = cw.Ledger()
+    runs = [private_for(ledger=ledger) for _ in range(2)]
+    for private in runs:
+        private.step(next(private.batches()))
+    assert ledger.releases == 2
+
+
+def test_a_run_that_was_refused_counts_nothing_in_its_ledger() -> None:
+    """Made again, it would count what was spent before twice."""
+    ledger = cw.Ledger()
+    mixing = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    with pytest.raises(Refused, match="BatchNorm"):
+        private_for(mixing, ledger=ledger, spent=dear())
+    centred = lambda model, batch: total(model, (batch[0] - batch[0].mean(0), batch[1]))
+    with pytest.raises(Refused):
+        private_for(loss=centred, ledger=ledger, spent=dear())
+    assert ledger.releases == 0
 
 
 def interrupted(folder: Path, **changed: Any) -> None:

@@ -96,6 +96,7 @@ class Private:
         loss: Loss,
         method: Method,
         noise_multiplier: float,
+        target: float | None,
         delta: float,
         steps: int,
         expected_batch: float,
@@ -116,6 +117,8 @@ class Private:
         self._method, self.ledger = method, ledger
         self.steps, self._taken = steps, 0
         self.delta, self.accountant, self.rows_per_person = delta, accountant, rows_per_person
+        self._target = target  # the ε that the noise was calibrated for
+        self._counted = ledger.releases  # as this run knows its ledger
         self.expected_batch = expected_batch
         self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
         self.dice = DicePlan.of(method, expected_batch, len(data))
@@ -206,6 +209,7 @@ class Private:
                 f"{ledger.releases} releases for {self.ledger.releases}; write new.extend(private.ledger.entries)"
             )
         vars(self)["ledger"] = ledger
+        self._counted = ledger.releases
 
     def batches(self) -> Iterator[PoissonBatch]:
         """The batches of all steps that are left, of all epochs; give each to ``step`` before asking for the next."""
@@ -298,7 +302,9 @@ class Private:
         units = self.expected_batch / method.unit
         # one format whatever was drawn: several chunks are summed in a wider one
         released = release(private, event, batch.stream, units, widest(parameters.values()))
+        self._warn_of_other_releases()
         self.ledger.record(released.event)  # before anything uses what was released
+        self._counted = self.ledger.releases
         # At once: whatever fails below, no later step may draw from this one's group in the same block. And where
         # Ctrl-C comes between these, nothing is remembered of a step that is to be made again.
         self._hidden = None
@@ -438,6 +444,7 @@ class Private:
         self._go_on_with(method)
         self._begun = step
         self._hidden = hidden if self.dice is None or self.dice.memory == "full" else None
+        self._counted = self.ledger.releases
 
     def test_mode(self, trained: Iterable[str]) -> None:
         """The self-test, unless it was passed with the modules and flags that model and loss have now."""
@@ -507,6 +514,16 @@ class Private:
             warn(
                 f"in step {self._taken + 1} {said}: the model has diverged, or the data or the loss are not numbers; "
                 "write a smaller learning rate, or look at the data and the loss"
+            )
+
+    def _warn_of_other_releases(self) -> None:
+        others = self.ledger.releases - self._counted
+        if others and self._target is not None:
+            self._target = None  # said once
+            warn(
+                f"this run's ledger holds {others} releases of others since it was made, for which its noise was not "
+                "calibrated: ε counts them, and all steps together pass the one that was asked for; make one run after "
+                "the other, the later one with spent=the earlier one's ledger"
             )
 
     def _warn_of_other_runs(self) -> None:

@@ -197,6 +197,7 @@ def make_private(
         loss=loss,
         method=chosen,
         noise_multiplier=sigma,
+        target=epsilon,
         delta=delta,
         steps=count,
         expected_batch=float(batch),
@@ -212,10 +213,11 @@ def make_private(
         public=public,
         earlier=earlier,
     )
-    private.ledger.extend(added)
     if chunk == "auto" or (chunk is None and not compile):
         private.fit_chunk()  # before the self-test, which looks at as many samples as a chunk holds
     private.test_mode(parameters)
+    private.ledger.extend(added)  # last: a run that was refused, and is made again, counts it once
+    private.record_in(private.ledger)
     return private
 
 
