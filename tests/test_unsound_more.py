@@ -882,6 +882,26 @@ def test_a_loss_that_holds_private_samples_elsewhere_is_warned_of(loss: Any, nam
         private_for(nn.Linear(8, 3), other, batch=10, loss=loss, self_test=False)
 
 
+class Scaled(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """A data set of somebody's own, whose samples come out of it otherwise than they lie in it."""
+
+    def __init__(self) -> None:
+        self.rows = WIDE.clone()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return self.rows[i] / 3, i % 3
+
+
+def test_samples_that_a_data_set_of_one_s_own_holds_are_found_in_a_model_and_in_a_loss() -> None:
+    with pytest.raises(Refused, match="rows of the model holds the private sample 4, number for number"):
+        private_for(Centres(WIDE[4:9], nn.Parameter), Scaled(), batch=10)
+    with pytest.warns(UserWarning, match="the loss names BANK, which holds the private sample 0"):
+        private_for(nn.Linear(8, 3), Scaled(), batch=10, loss=by_a_function, self_test=False)
+
+
 def test_views_that_mix_a_row_with_private_samples_are_warned_of() -> None:
     """Mixup with the training rows: one of them less moves the views of all others."""
 

@@ -157,13 +157,13 @@ def make_private(
         if rows_per_person == 1:
             warn_of_parts(dataset, seeded)
     _check_public(public, chosen, dataset)
-    refuse_kept(model, dataset)
-    warn_of_named("the loss", loss, dataset)
+    refuse_kept(model, rows_held)
+    warn_of_named("the loss", loss, rows_held)
     _check_recall(chosen, batch, rows)
     if views is not None:
         if not callable(views):
             raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
-        warn_of_named("views", views, dataset)
+        warn_of_named("views", views, rows_held)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
     size = _chunk(chunk, batch / ranks.count(), rows, compile)
