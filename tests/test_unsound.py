@@ -563,6 +563,19 @@ def test_runs_that_share_a_ledger_and_were_calibrated_without_each_other_warn() 
     assert "holds 4 releases of others" in mine[0] and second.epsilon() > 8.0
 
 
+@pytest.mark.filterwarnings("error:this run's ledger holds")
+def test_where_that_warning_is_an_error_the_step_was_not_begun() -> None:
+    ledger = cw.Ledger()
+    first, second = (private_for(ledger=ledger, noise_multiplier=None, epsilon=8.0) for _ in range(2))
+    first.step(next(first.batches()))
+    batch = next(second.batches())
+    with pytest.raises(UserWarning, match="holds 1 releases of others"):
+        second.step(batch)
+    assert ledger.releases == 1
+    second.step(batch)  # the draw is still there: it is not another's turn
+    assert ledger.releases == 2
+
+
 @pytest.mark.filterwarnings("error")
 def test_releases_of_others_are_no_news_where_no_target_was_given() -> None:
     ledger = cw.Ledger()

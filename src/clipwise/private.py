@@ -294,6 +294,7 @@ class Private:
     def _step(self, batch: PoissonBatch) -> None:
         parameters, method = self._checked(batch), self.method
         self._warn_of_other_runs()
+        self._warn_of_other_releases()
         private, event, following = self._summed(batch, parameters)
         self._warn_of_lost()
         refuse_gradients(self.optimizer, parameters)  # now: the loss may have called backward() for another model
@@ -302,7 +303,6 @@ class Private:
         units = self.expected_batch / method.unit
         # one format whatever was drawn: several chunks are summed in a wider one
         released = release(private, event, batch.stream, units, widest(parameters.values()))
-        self._warn_of_other_releases()
         self.ledger.record(released.event)  # before anything uses what was released
         self._counted = self.ledger.releases
         # At once: whatever fails below, no later step may draw from this one's group in the same block. And where
