@@ -598,6 +598,38 @@ def test_a_model_that_computes_in_half_precision_passes(dtype: torch.dtype) -> N
         private_for(network(nn.ReLU(), nn.Linear(16, 16)), loss=narrow)
 
 
+class Adapter(nn.Module):
+    """A frozen layer in half precision, and a path of two float32 matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x.float())).to(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_adapters_in_float32_on_a_frozen_model_in_half_precision_pass(dtype: torch.dtype) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(nn.LayerNorm(16), Adapter(nn.Linear(16, 16)), nn.GELU()) for _ in range(6)]
+            self.layers = nn.Sequential(nn.Linear(10, 16), *layers, nn.Linear(16, 3))
+            for name, p in self.named_parameters():
+                if "down" not in name and "up" not in name:
+                    p.requires_grad_(False).data = p.data.to(dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.to(dtype)).float()
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        private_for(Adapted())
+
+
 @pytest.mark.parametrize("size", [1.0, 30.0, 1000.0])
 def test_a_model_that_is_sure_of_nearly_all_its_labels_passes(size: float) -> None:
     torch.manual_seed(0)

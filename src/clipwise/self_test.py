@@ -78,7 +78,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
 
     alone_as_together(passes.model, gradients, len(few), partial(_terms, method))
     buffers = Buffers(passes.model)
-    half, look = in_half(capture(shown)), 0
+    half, look = in_half(passes.model, capture(shown)), 0
     written = buffers.written()
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw, device="cpu")

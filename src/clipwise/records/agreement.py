@@ -7,6 +7,7 @@ in_half.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ def tolerances(model: nn.Module, here: SampleGradients, again: Callable[[], Samp
     Some networks blow rounding up (many of a ReLU's inputs are at its kink), so that no two ways agree closely. How
     much this one does is seen by moving its weights by as much as rounding would.
     """
-    half = in_half(here)
+    half = in_half(model, here)
     with moved_weights(model, half):
         there = again()
     weights = torch.ones(here.samples, device=here.norms().device)
@@ -88,7 +89,11 @@ def agree(what: str, fast: Tensor, slow: Tensor, tolerance: float, why: str) -> 
         )
 
 
-def in_half(gradients: SampleGradients) -> bool:
-    """Whether some layer was computed in half precision, by its weights or by autocast."""
+def in_half(model: nn.Module, gradients: SampleGradients) -> bool:
+    """Whether something was computed in half precision, by its weights or by autocast.
+
+    Edge cases: frozen layers have no record, but what trains on top of them receives their rounding.
+    """
     every = (record for records in gradients.records.values() for record in records)
-    return any(t.dtype in HALF for record in every for t in tensors_of(record).values())
+    recorded = (t.dtype for record in every for t in tensors_of(record).values())
+    return any(dtype in HALF for dtype in itertools.chain(recorded, (p.dtype for p in model.parameters())))

@@ -186,7 +186,7 @@ def alone_as_together(
         agree("norms", together.norms(), torch.cat([g.norms() for g in each]), for_norms, READING_MIXES)
         parts = [joint(g, weight) for g, weight in zip(each, weights.split(1), strict=True)]
         agree("sums", joint(together, weights), torch.stack(parts).sum(0), for_sums, READING_MIXES)
-        most, own_terms = most_apart(in_half(together)), [terms(g) for g in each]
+        most, own_terms = most_apart(in_half(model, together)), [terms(g) for g in each]
         for name, term in terms(together).items():
             apart = float(torch.linalg.vector_norm(term - torch.stack([t[name] for t in own_terms]).sum(0)))
             if apart > most * math.sqrt(samples):
