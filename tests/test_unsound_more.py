@@ -124,6 +124,14 @@ def test_an_extra_state_that_keeps_something_of_the_batch_is_refused_and_left_as
     assert float(model.largest) == 0
 
 
+@pytest.mark.parametrize("place", [0, 40, 79, 119])  # those that are looked at closely
+def test_a_largest_number_is_found_to_be_kept_whichever_sample_has_it(place: int) -> None:
+    x = X.clone()
+    x[place, 2] = 10.0
+    with pytest.raises(Refused, match=r"the state _extra_state\[0\] is computed from the batch"):
+        private_for(Largest(keep=True), (x, Y))
+
+
 def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 

@@ -78,8 +78,10 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
 
     alone_as_together(passes.model, gradients, len(few), partial(_terms, method))
     buffers = Buffers(passes.model)
-    half, look = in_half(passes.model, capture(shown)), 0
-    written = buffers.written()
+    with unmoved(passes.model):  # of a largest number that these few have, no look at others would tell
+        half = in_half(passes.model, capture(shown))
+        written = buffers.written()
+    look = 0
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw, device="cpu")
         try:
