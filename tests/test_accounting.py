@@ -671,7 +671,7 @@ KNOWN = {
     "sampling_rate": 0.1,
     "expected_batch": 10.0,
     "noise_multiplier": 2.0,
-    "generator": "chacha20",
+    "generator": "AES-256-CTR",
     "method": "flat(clip_norm=1.0)",
     "self_tested": True,
     "fallbacks": (),
@@ -702,7 +702,7 @@ def test_a_statement_says_under_which_conditions_its_epsilon_holds():
     assert "clipwise.accounting.selection" in statement.text()  # where a user who chose among runs looks
     assert max(map(len, statement.text().splitlines())) <= 80
     text = " ".join(statement.text().split())
-    for part in ("add or remove one sample", "Poisson, rate 0.1", "grid 0.0001", "chacha20", *statement.excluded):
+    for part in ("add or remove one sample", "Poisson, rate 0.1", "grid 0.0001", "AES-256-CTR", *statement.excluded):
         assert part in text
     assert all(part in text for part in statement.refused)
     assert "rows of a person who stands in more than one" in text

@@ -132,7 +132,7 @@ def seed_reused(patch: Patch) -> None:
 
 
 def secure_key_reused(patch: Patch) -> None:
-    patch.setattr(SecureStream, "_next", lambda self, use: (bytes(32), bytes([use]) * 16))
+    patch.setattr(SecureStream, "_next", lambda self, use: (bytes(32), bytes([use]) * 12))
 
 
 def shuffled_batches(patch: Patch) -> None:

@@ -72,7 +72,7 @@ def test_the_sampling_rate_is_batch_over_samples_and_not_one_over_the_number_of_
 
 def test_no_batch_is_dropped_neither_a_last_short_one_nor_an_empty_one() -> None:
     """Every planned step is released: what a chunk does not fill, and what holds nobody, too."""
-    private = private_for(linear(), batch=1, steps=40, chunk=3)
+    private = private_for(linear(), batch=2, steps=40, chunk=3)
     sizes = []
     for batch in private.batches():
         private.step(batch)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from clipwise import cpu_noise
+from clipwise import cpu_noise, randomness
 from clipwise.randomness import SecureStream, SeededStream, Stream, keystream
 from clipwise.types import InputError
 
-# RFC 8439: key 00 01 … 1f, and the plaintext and ciphertext of section 2.4.2
-KEY = bytes(range(32))
-SUNSCREEN = (
-    b"Ladies and Gentlemen of the class of '99: If I could offer you only one tip for the future, "
-    b"sunscreen would be it."
+# Test case 16 of the specification of GCM (McGrew & Viega 2005): its ciphertext is the plaintext and the keystream
+KEY, NONCE = bytes.fromhex(2 * "feffe9928665731c6d6a8f9467308308"), bytes.fromhex("cafebabefacedbaddecaf888")
+PLAINTEXT = bytes.fromhex(
+    "d9313225f88406e5a55909c5aff5269a86a7a9531534f7da2e4c303d8a318a72"
+    "1c3c0c95956809532fcf0e2449a6b525b16aedf5aa0de657ba637b39"
 )
 CIPHERTEXT = bytes.fromhex(
-    "6e2e359a2568f98041ba0728dd0d6981e97e7aec1d4360c20a27afccfd9fae0bf91b65c5524733ab8f593dabcd62b357"
-    "1639d624e65152ab8f530c359f0861d807ca0dbf500d6a6156a38e088a22b65e52bc514d16ccf806818ce91ab7793736"
-    "5af90bbf74a35be6b40b8eedf2785e42874d"
+    "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa"
+    "8cb08e48590dbb3da7b08b1056828838c5f61e6393ba7a0abcc9f662"
 )
+
+
+@pytest.fixture(params=randomness._MODES, ids=["gcm", "ctr"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either way to the keystream, whichever is the faster one here."""
+    monkeypatch.setattr(randomness, "_faster", lambda: request.param)
 
 
 @pytest.fixture(params=["secure", "seeded"])
@@ -33,19 +42,26 @@ def stream(request: pytest.FixtureRequest) -> Stream:
     return SecureStream() if request.param == "secure" else SeededStream(1)
 
 
-def test_the_keystream_is_that_of_rfc_8439_section_2_3_2() -> None:
-    block = bytearray(64)
-    keystream(KEY, (1).to_bytes(4, "little") + bytes.fromhex("000000090000004a00000000"), memoryview(block))
-    assert block.hex() == (
-        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
-        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
-    )
+def test_the_keystream_is_that_of_the_specification_s_test_cases_13_and_16(mode: None) -> None:
+    block = bytearray(16)
+    keystream(bytes(32), bytes(12), memoryview(block))  # of zeros: the cipher's own output at counter 2
+    assert block.hex() == "cea7403d4d606b6e074ec5d3baf39d18"
+    stream = bytearray(len(PLAINTEXT))
+    keystream(KEY, NONCE, memoryview(stream))
+    assert bytes(a ^ b for a, b in zip(stream, PLAINTEXT, strict=True)) == CIPHERTEXT
 
 
-def test_the_keystream_is_that_of_rfc_8439_section_2_4_2() -> None:
-    stream = bytearray(len(SUNSCREEN))
-    keystream(KEY, (1).to_bytes(4, "little") + bytes.fromhex("000000000000004a00000000"), memoryview(stream))
-    assert bytes(a ^ b for a, b in zip(stream, SUNSCREEN, strict=True)) == CIPHERTEXT
+def test_the_keystream_is_aes_of_a_counter_to_the_end_of_a_block(mode: None) -> None:
+    stream = bytearray(len(randomness._ZEROS))
+    keystream(KEY, NONCE, memoryview(stream))
+    last = NONCE + (len(stream) // 16 + 1).to_bytes(4, "big")
+    assert stream[-16:] == Cipher(algorithms.AES256(KEY), modes.ECB()).encryptor().update(last)
+
+
+def test_the_oldest_cryptography_that_is_asked_for_can_write_a_keystream_over_its_own_length() -> None:
+    # 42 raised ValueError for AES's counter mode at the first draw: it wanted 15 bytes more room than it writes
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert "cryptography>=43" in project["dependencies"]
 
 
 def test_uniforms_are_the_low_53_bits_of_the_keystream() -> None:
@@ -153,7 +169,7 @@ def test_normals_that_will_be_rounded_are_one_draw_each_to_the_last_digits(count
         ((2 * (number % 2**63) << 32) + 2 * rest + 1) / 2**96 for number, rest in zip(numbers[:half], more, strict=True)
     ]
     lengths = [math.sqrt(-2 * math.log(uniform)) for uniform in uniforms]
-    angles = [2 * math.pi * ((number + 2**63) % 2**64 - 2**63) / 2**64 for number in numbers[half:]]
+    angles = [2 * math.pi * ((number + 2**52) % 2**53 - 2**52) / 2**53 for number in numbers[half:]]
     expected = [r * wave(a) for wave in (math.cos, math.sin) for r, a in zip(lengths, angles, strict=True)]
     found = SeededStream(2).normal([count], narrow=True).tolist()
     assert max(abs(a - b) for a, b in zip(found, expected[:count], strict=True)) < 1e-14
@@ -187,7 +203,7 @@ def test_the_numbers_do_not_depend_on_how_many_threads_draw_them() -> None:
 
 def test_a_keystream_longer_than_a_block_is_an_error_and_not_left_half_written() -> None:
     with pytest.raises(ValueError, match="at most"):
-        keystream(bytes(32), bytes(16), memoryview(bytearray((1 << 21) + 1)))
+        keystream(bytes(32), bytes(12), memoryview(bytearray((1 << 21) + 1)))
 
 
 def test_no_two_blocks_share_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +285,7 @@ def test_uniforms_and_normals_of_a_step_do_not_depend_on_their_order_or_on_each_
 
 
 def test_streams_say_their_names_and_refuse_a_bad_seed() -> None:
-    assert SecureStream().name == "chacha20" and SeededStream(7).at(3).name == "seeded(7)"
+    assert SecureStream().name == "AES-256-CTR, on CUDA ChaCha20" and SeededStream(7).at(3).name == "seeded(7)"
     for seed in (-1, 0.5, True):
         with pytest.raises(InputError, match="seed must be a whole number"):
             SeededStream(seed)  # type: ignore[arg-type]
@@ -318,9 +334,13 @@ def test_compiled_normals_are_the_plain_ones_to_the_last_digits(
     torch.testing.assert_close(noise, normals.float(), rtol=2.0**-23, atol=0)
 
 
-def test_threads_share_the_blocks_and_every_number_is_written(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("openmp", [True, False])
+def test_threads_share_the_blocks_and_every_number_is_written(
+    way: str, openmp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("clipwise.randomness._BLOCK", 64)
-    monkeypatch.setattr("clipwise.randomness._BLOCKS", 1)
+    if not openmp:
+        monkeypatch.setattr(cpu_noise, "_parallel", None)
     values, threads = [torch.zeros(9_999), torch.zeros(3)], torch.get_num_threads()
     try:
         found = []
@@ -334,6 +354,31 @@ def test_threads_share_the_blocks_and_every_number_is_written(way: str, monkeypa
         monkeypatch.setattr(cpu_noise.Table, "add", lambda self, words, piece: 0)
         with pytest.raises(RuntimeError, match="noise was added to 0 of 10002 numbers"):
             SecureStream().noisy_all(values, [1.0, 2.0])
+
+
+@pytest.mark.parametrize("openmp", [True, False])
+def test_work_in_several_threads_is_that_of_several_and_raises_what_it_raised(
+    openmp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not openmp:
+        monkeypatch.setattr(cpu_noise, "_parallel", None)
+    elif cpu_noise._parallel is None:
+        pytest.skip("needs the OpenMP that PyTorch uses on Linux")
+    together = threading.Barrier(3 if openmp else 1, timeout=60)
+    seen: list[int] = []
+
+    def work() -> None:
+        together.wait()  # that all are there at once
+        seen.append(threading.get_ident())
+
+    cpu_noise.at_once(work, 3)
+    assert len(set(seen)) == len(seen) == (3 if openmp else 1) and threading.get_ident() in seen
+
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cpu_noise.at_once(stopped, 3)
 
 
 def test_compiled_code_reads_and_writes_only_what_is_there() -> None:

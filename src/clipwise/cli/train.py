@@ -59,7 +59,7 @@ def _values(config: TrainConfig, finished: Run, seconds: float) -> dict[str, obj
 
 def _summary(finished: Run, samples: int, seconds: float) -> str:
     stated, last = finished.statement, finished.metrics[-1]
-    seeded = "" if stated.generator == "chacha20" else ": for tests, anyone with the seed can subtract it"
+    seeded = ": for tests, anyone with the seed can subtract it" if stated.seeded else ""
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=len("written to"))
     table.add_row("method", Text(stated.method))

@@ -82,9 +82,14 @@ class Statement:
         """Plain values."""
         return asdict(self)
 
+    @property
+    def seeded(self) -> bool:
+        """Whether the noise came from a seed, which is for tests."""
+        return self.generator.startswith("seeded")
+
     def text(self) -> str:
         """A few lines for people."""
-        seeded = "" if self.generator == "chacha20" else "  ← anyone with the seed can subtract this noise"
+        seeded = "  ← anyone with the seed can subtract this noise" if self.seeded else ""
         grid = "" if self.discretisation is None else f", grid {self.discretisation:g}"
         samples = round(self.expected_batch / self.sampling_rate)  # the rate is batch/samples
         large = "" if self.delta < 1 / samples else "  ← not below 1/samples: it would allow a sample's publication"
