@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -77,6 +78,26 @@ def unlearnt(text: str) -> str:
 
 
 # help and version
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
+@pytest.mark.parametrize("told", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"}])
+def test_a_run_s_steps_do_not_ask_the_system_for_the_same_memory_again(told: dict[str, str]) -> None:
+    script = """
+import resource
+import torch
+from clipwise.cli.runs import keep_memory
+keep_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)
+    asked = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(asked)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | told
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    # 64 MB are 16 384 pages, or 32 where they are huge
+    assert int(done.stdout) > 24 if told else int(done.stdout) < 16
 
 
 def test_without_arguments_it_shows_the_commands_with_examples(capsys: pytest.CaptureFixture[str]) -> None:

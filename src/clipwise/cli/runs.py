@@ -7,7 +7,9 @@ warn_of, for the commands that make runs.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +62,22 @@ def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
     return {"error": splits.unit * seen["loss"] ** 0.5, **seen, "baseline": splits.unit * same**0.5}
 
 
+def keep_memory() -> None:
+    """Let the C library keep what a step frees: it would give it back and ask for it anew at every step, page by page.
+
+    That was a fifth of the time of training a ResNet on a CPU (docs/performance.md). Only glibc can be told so; what
+    the user told it stays.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return
+    for threshold in (-1, -3):  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD: one without the other would cost more
+        mallopt(threshold, 1_000_000_000)
+
+
 def run_one(
     config: TrainConfig,
     splits: Splits,
@@ -75,6 +93,7 @@ def run_one(
     *Guarantees*: Ctrl-C waits for the end of the step, so that the checkpoint holds every release that the ledger has;
     a second one does not wait.
     """
+    keep_memory()
     if whole("batch", config.batch) > (samples := len(splits.train)):
         raise InputError(
             f"batch must be at most the {samples} samples of the data, got {config.batch}: write for instance "
