@@ -2,7 +2,7 @@
 
 Receives: numbers, texts, lists and mappings.
 Gives: plain, the same with null for what JSON does not have; as_json, its text; four_digits, a number
-for people; rounded_up, an ε for people.
+for people; rounded_up, an ε for people; reason, an error.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ def plain(value: Any) -> Any:
 def as_json(value: Any, indent: int | None = 2) -> str:
     """The value as JSON, with a line end; on one line where ``indent`` is None."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def reason(error: BaseException) -> str:
+    """What an error of any kind says, behind its type, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def four_digits(value: float) -> str:

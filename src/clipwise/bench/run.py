@@ -28,6 +28,7 @@ from clipwise.bench.memory import peak_megabytes
 from clipwise.bench.table import IN_A_ROW, Cell, Row, Table, lines
 from clipwise.bench.targets import EVERY, LOOK_SHARE, targets
 from clipwise.methods import parse
+from clipwise.plain import reason
 from clipwise.types import InputError, one_of, whole
 
 PRECISIONS = ("bf16", "tf32", "float32")
@@ -121,8 +122,7 @@ def _row(
 ) -> Row:
     gpu = on_gpu(case.device)
     torch.compiler.reset()  # after eight recompilations of a line of code torch goes on without a compiler
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peers warn about their own insides
+    with warnings.catch_warnings(action="ignore"):  # peers warn about their own insides
         steps, taken, missing = _warmed_up(case, columns, progress, precision)
         progress(f"{case.title}, {precision}: timing {rounds} rounds")
         wait, in_a_row = (torch.cuda.synchronize, IN_A_ROW) if gpu else (lambda: None, 1)
@@ -167,12 +167,8 @@ def _warmed_up(
                 taken[column] = _device_megabytes() - before + _device_transient(step)
             steps[column] = step
         except Exception as error:  # whatever a peer raises belongs in its cell
-            missing[column] = _reason(error)
+            missing[column] = reason(error)[:300]
     return steps, taken, missing
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _device_megabytes() -> float:
@@ -217,7 +213,7 @@ def _times(
                         step()
                     wait()
                 except Exception as error:  # one column's failure is its own
-                    failed[column] = _reason(error)
+                    failed[column] = reason(error)[:300]
                     continue
                 times[column].append(1000 * (time.perf_counter() - start) / in_a_row)
     finally:

@@ -12,7 +12,7 @@ import torch
 
 from clipwise.bench import as_text, bench, slowest_of
 from clipwise.config import BenchConfig
-from clipwise.plain import as_json
+from clipwise.plain import as_json, reason
 from clipwise.types import whole
 
 
@@ -56,4 +56,4 @@ def _profile(row: str, config: BenchConfig) -> list[str]:
     try:
         return [str(layer) for layer in slowest_of(row, config.device, config.batch)]
     except Exception as error:  # the table is there by now, and must not be lost
-        return [f"– {type(error).__name__}: {error}"]
+        return [f"– {reason(error)}"]

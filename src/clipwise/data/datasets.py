@@ -33,6 +33,7 @@ from clipwise.data.unsampled import (
     refuse_sampler,
     refuse_samples,
 )
+from clipwise.plain import reason
 from clipwise.types import Batch, InputError, Refused
 
 Collate = Callable[[list[Any]], Batch]
@@ -151,8 +152,7 @@ class Samples:
         except Exception as error:
             raise InputError(
                 f"data must be {_ACCEPTED}; reading and collating the first sample of this {type(dataset).__name__} "
-                f"gave {type(error).__name__}: {' '.join(str(error).split())}; write data=(x, y), or pass a collate "
-                "function"
+                f"gave {reason(error)}; write data=(x, y), or pass a collate function"
             ) from error
         if collate is None:
             _refuse_lists(sample)

@@ -23,6 +23,7 @@ from clipwise.data.datasets import Arrays
 from clipwise.data.pickles import unpickled
 from clipwise.data.source import Layout, Source, folder_with, there
 from clipwise.data.splits import Splits
+from clipwise.plain import reason
 from clipwise.types import Batch, InputError
 
 Bytes = NDArray[np.uint8]
@@ -154,8 +155,9 @@ def _batch(path: Path, wanted: str) -> Part:
             raise ValueError(f"data of shape {list(np.shape(data))} for {len(labels)} labels")
         return data.reshape(-1, *_SIDES), np.asarray(labels, dtype=np.uint8)
     except Exception as error:  # an unpickler that is given nonsense may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{path} must be a batch of CIFAR's Python version, got {reason}; fetch it anew") from error
+        raise InputError(
+            f"{path} must be a batch of CIFAR's Python version, got {reason(error)}; fetch it anew"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------------------------------- SVHN
@@ -179,9 +181,8 @@ def svhn(source: Source) -> Splits:
             if x.dtype != np.uint8 or x.shape != (32, 32, 3, len(y)):
                 raise ValueError(f"X of {x.dtype} {list(x.shape)} for {len(y)} labels")
         except Exception as error:  # SciPy does not say what it raises
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise InputError(
-                f"{folder / file} must hold X [32, 32, 3, n] and y, got {reason}; fetch it anew"
+                f"{folder / file} must hold X [32, 32, 3, n] and y, got {reason(error)}; fetch it anew"
             ) from error
         return np.ascontiguousarray(x.transpose(3, 2, 0, 1)), (y % 10).astype(np.uint8)  # 10 stands for the digit 0
 

@@ -19,6 +19,7 @@ from clipwise.data.datasets import Arrays, Prepare, check_finite
 from clipwise.data.images import pixels
 from clipwise.data.source import Source
 from clipwise.data.splits import Splits, divided
+from clipwise.plain import reason
 from clipwise.types import InputError, nearest, one_of, warn
 
 _KEYS = ("x", "y", "x_test", "y_test")
@@ -85,11 +86,11 @@ def read(path: Path) -> dict[str, NDArray[np.generic]]:
         with file:
             return {key: file[key] for key in file}
     except (OSError, TypeError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if "allow_pickle" in reason:  # an advice of NumPy's that would run whatever code the file holds
-            reason = "an array of Python objects" if zipfile.is_zipfile(path) else "no npz file, whatever its name"
+        got = reason(error)
+        if "allow_pickle" in got:  # an advice of NumPy's that would run whatever code the file holds
+            got = "an array of Python objects" if zipfile.is_zipfile(path) else "no npz file, whatever its name"
         raise InputError(
-            f"{path} must be a readable file of numeric arrays, got {reason}; write it with numpy.savez(path, x=x, y=y)"
+            f"{path} must be a readable file of numeric arrays, got {got}; write it with numpy.savez(path, x=x, y=y)"
         ) from error
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from clipwise.accounting import Ledger
-from clipwise.plain import as_json
+from clipwise.plain import as_json, reason
 from clipwise.types import InputError
 
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
@@ -136,7 +136,7 @@ def tensors_in(place: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(place, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise InputError(f"cannot read {place} ({type(error).__name__}: {error})") from error
+        raise InputError(f"cannot read {place} ({reason(error)})") from error
     return found
 
 
