@@ -7,6 +7,7 @@ Gives: that they are refused or warned of, with the words that say why, and that
 import itertools
 import random
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -1002,3 +1003,87 @@ def test_a_model_with_a_sparse_buffer_is_trained(sparse: Callable[[Tensor], Tens
     private = private_for(Mixed(), (WIDE, torch.arange(30) % 3), batch=10)
     for batch in private.batches():
         private.step(batch)
+
+
+# --------------------------------------------------------------------- numbers by the order of reading
+
+WORDS = [f"word {i}" for i in torch.randint(90, (ROWS, 4), generator=torch.Generator().manual_seed(3)).flatten()]
+
+
+class Texts(Dataset[Any]):
+    """Four words of each sample, as ``number`` numbers them."""
+
+    def __init__(self, number: Callable[[str], int]) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor([self.number(word) for word in WORDS[4 * index : 4 * index + 4]]), Y[index]
+
+
+def embedded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(100, 4), nn.Flatten(), nn.Linear(16, 3))
+
+
+def by_setdefault() -> Callable[[str], int]:
+    known: dict[str, int] = {}
+    return lambda word: known.setdefault(word, len(known))
+
+
+def by_defaultdict() -> Callable[[str], int]:
+    known: dict[str, int] = defaultdict(itertools.count().__next__)
+    return lambda word: known[word]
+
+
+class ByList:
+    """Numbers words by their place in a list that it makes."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def __call__(self, word: str) -> int:
+        if word not in self.words:
+            self.words.append(word)
+        return self.words.index(word)
+
+
+@pytest.mark.parametrize("make", [by_setdefault, by_defaultdict, ByList])
+@pytest.mark.parametrize("through", [lambda data: data, lambda data: Subset(data, range(100))])
+def test_words_that_are_numbered_as_they_are_first_read_are_refused(make: Any, through: Any) -> None:
+    # one row less gave all words that followed other numbers, and moved the sum by 6 bounds
+    with pytest.raises(Refused, match="numbers words or classes as it meets them"):
+        private_for(embedded(), through(Texts(make())))
+
+
+def test_classes_that_are_numbered_as_they_are_first_read_are_refused() -> None:
+    known: dict[str, int] = {}
+    data = [(X[i], "abcd"[int(i**0.5) % 4]) for i in range(ROWS)]
+
+    def collate(items: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in items]), torch.tensor([known.setdefault(y, len(known)) for _, y in items])
+
+    with pytest.raises(Refused, match="from 1 to 4 entries long"):
+        private_for(nn.Linear(6, 4), data, collate=collate)
+
+
+class Cached(Texts):
+    """Keeps what it has read, and a list of it."""
+
+    def __init__(self, number: Callable[[str], int]) -> None:
+        super().__init__(number)
+        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read.append(index)
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index)
+        words, label = self.cache[index]
+        return words[torch.randperm(4)], label
+
+
+def test_a_list_of_words_that_is_there_and_a_cache_of_what_was_read_pass() -> None:
+    known = {f"word {i}": i for i in range(90)}
+    private_for(embedded(), Cached(known.__getitem__))

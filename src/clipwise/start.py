@@ -34,6 +34,7 @@ from clipwise.data.copies import (
 )
 from clipwise.data.datasets import held
 from clipwise.data.fitted import warn_of_fitted
+from clipwise.data.numbered import refuse_numbered
 from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
@@ -149,21 +150,11 @@ def make_private(
     rows, batch = len(dataset), whole("batch", batch)
     _check_sizes(rows, batch, delta)
     rows_held = held(dataset)
-    warn_of_copies(rows_held, rows_per_person)
-    warn_of_fitted(rows_held)
     with kept({p.device for p in parameters.values() if p.is_cuda}):
-        refuse_shared(dataset, seeded)
-        warn_of_numbers(dataset)
-        if rows_per_person == 1:
-            warn_of_parts(dataset, seeded)
+        _check_rows(dataset, rows_held, rows_per_person)
     _check_public(public, chosen, dataset)
-    refuse_kept(model, rows_held)
-    warn_of_named("the loss", loss, rows_held)
+    _check_named(model, loss, views, rows_held)
     _check_recall(chosen, batch, rows)
-    if views is not None:
-        if not callable(views):
-            raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
-        warn_of_named("views", views, rows_held)
     rate = batch / rows
     count = whole("steps", steps) if steps is not None else steps_in(epochs or 0, rate)
     size = _chunk(chunk, batch / ranks.count(), rows, compile)
@@ -276,6 +267,27 @@ def _check_sizes(rows: int, batch: int, delta: float) -> None:
         )
     if delta >= 1 / rows:
         warn(f"delta={delta:g} is not below 1/samples = {1 / rows:.2g}: it would allow a sample's publication")
+
+
+def _check_rows(data: RowDataset, rows: RowDataset, rows_per_person: int) -> None:
+    """Refuse or warn of samples that are not one person's alone, as far as the rows, read or held, show it."""
+    warn_of_copies(rows, rows_per_person)
+    warn_of_fitted(rows)
+    refuse_numbered(data, seeded)  # before others read: what has a number by then keeps it
+    refuse_shared(data, seeded)
+    warn_of_numbers(data)
+    if rows_per_person == 1:
+        warn_of_parts(data, seeded)
+
+
+def _check_named(model: nn.Module, loss: Loss, views: Views | None, rows: RowDataset) -> None:
+    """Refuse a model that holds private samples, and warn of functions that do."""
+    refuse_kept(model, rows)
+    warn_of_named("the loss", loss, rows)
+    if views is not None:
+        if not callable(views):
+            raise InputError(f"views must be a function of a row, a count and a generator, got {type(views).__name__}")
+        warn_of_named("views", views, rows)
 
 
 def _check_public(public: Tensor | None, method: Method, data: RowDataset) -> None:
