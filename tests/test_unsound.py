@@ -9,6 +9,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,29 @@ def test_a_data_set_that_draws_at_random_is_not_taken_for_one_that_mixes() -> No
             return self.x[index] + torch.randn(3), 0
 
     private_for(data=Noisy(X))
+
+
+@pytest.mark.parametrize(
+    ("method", "batch"), [("momentum_per_sample(rate=0.5)", ROWS), ("dice(memory='blocks', blocks=3)", 3)]
+)
+def test_a_data_set_that_is_shuffled_on_the_way_is_refused_where_a_sample_is_known_by_its_place(
+    method: str, batch: int
+) -> None:
+    # in blocks of three steps, each of which pays for one draw, a sample that moved was drawn three times
+    class Shuffled(Centred):
+        def __init__(self) -> None:
+            super().__init__(X)
+            self.x = X.clone()
+
+    for chosen, refused in ((method, True), ("flat()", False)):
+        data = Shuffled()
+        private = private_for(data=data, method=chosen, batch=batch)
+        batches = private.batches()
+        private.step(next(batches))
+        private.step(next(batches))
+        data.x = data.x.roll(1, 0)
+        with pytest.raises(Refused, match="shuffle nothing") if refused else nullcontext():
+            private.step(next(batches))
 
 
 def test_a_probe_that_mixes_samples_is_refused() -> None:
