@@ -7,6 +7,7 @@ Gives: that no sample moves more than was accounted, that no release goes uncoun
 import dataclasses
 import random
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -245,6 +246,52 @@ def test_a_dropout_that_begins_later_follows_the_run_s_generator_too(make: Any) 
         return private.state.released["1.weight"]
 
     assert torch.allclose(moved(1), moved(2), atol=1e-6)
+
+
+class Waits(nn.Dropout):
+    """Dropout that does something else before, and keeps its first mask from then on."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.mask: Tensor | None = None
+
+    def before(self) -> None:
+        """Nothing yet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before()
+        made = super().forward(x)
+        self.mask = (made == 0) & (x != 0) if self.mask is None else self.mask
+        return made
+
+
+def test_runs_in_two_threads_do_not_put_back_what_the_other_has_seeded() -> None:
+    # the second run's first mask was the one of torch's own seed, which the first run had put back meanwhile
+    begun, ended = threading.Event(), threading.Event()
+    drops = Waits(), Waits()
+    data = torch.randn(ROWS, 64), Y  # so wide that no mask is another by chance
+    runs = [private_for(nn.Sequential(drop, nn.Linear(64, 2)), data, batch=ROWS) for drop in drops]
+
+    def waits() -> None:
+        begun.set()
+        ended.wait(0.1)
+
+    drops[0].before, drops[1].before = lambda: begun.wait(0.1), waits  # type: ignore[method-assign]
+    drops[0].mask = drops[1].mask = None
+    batches = [next(run.batches()) for run in runs]
+    threads = [threading.Thread(target=run.step, args=(batch,)) for run, batch in zip(runs, batches, strict=True)]
+    seeded(7)
+    threads[0].start()
+    while not runs[0]._turn.locked():
+        pass
+    threads[1].start()
+    threads[0].join()
+    ended.set()
+    threads[1].join()
+    mask = drops[1].mask
+    assert mask is not None
+    seeded(7)
+    assert not torch.equal(mask, nn.functional.dropout(torch.ones(mask.shape)) == 0)
 
 
 def test_a_data_set_that_draws_at_random_is_not_taken_for_one_that_mixes() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ _DROPOUTS = frozenset(
     )
 )
 _IN_PLACE = 3  # the option's place among the arguments of F.dropout and its kin
+_TURN = threading.RLock()  # all threads have the same generators
 _ATTENTION_DROPOUT = 4  # its place among the arguments of scaled_dot_product_attention
 
 
@@ -78,14 +80,18 @@ def reseeds(call: Callable[[], object]) -> bool:
 
 @contextmanager
 def kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Afterwards the generators are in the state that they were in."""
-    own, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        random.setstate(own)
-        np.random.set_state(of_numpy)
+    """Afterwards the generators are in the state that they were in; other threads wait for their turn with them.
+
+    Else a run in another thread would put back, or seed, what this one has seeded in secret.
+    """
+    with _TURN:
+        own, of_numpy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=list(devices)):
+                yield
+        finally:
+            random.setstate(own)
+            np.random.set_state(of_numpy)
 
 
 class _Still(TorchFunctionMode):
