@@ -429,6 +429,24 @@ def test_a_test_part_of_one_class_is_told_so(capsys: pytest.CaptureFixture[str],
     assert capsys.readouterr().err == f"warning: {said}\n"
 
 
+def test_a_rare_class_that_accuracy_does_not_show_is_seen_in_the_area_under_the_curve(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    x = np.random.RandomState(0).randn(400, 4)
+    data = saved("rare.npz", x=x, y=(x[:, 0] > 1.3).astype("int64"))
+    words = ["--data", data, *FAST, "--epochs", "4"]
+    assert main(["compare", *words, "--methods", "flat; psac; no privacy", "--folder", "both"]) == 0
+    table = capsys.readouterr().out
+    measured = here.glob("both/*/metrics.jsonl")
+    runs = [json.loads(path.read_text().splitlines()[-1])["roc_auc"] for path in measured]
+    runs.append(json.loads((here / "both/no-privacy.jsonl").read_text())["roc_auc"])
+    assert "AUC" in table and all(f" {area:.3f} " in table for area in runs)
+    assert main(["train", *words, "--folder", "one"]) == 0
+    area = json.loads((here / "one/metrics.jsonl").read_text().splitlines()[-1])["roc_auc"]
+    assert f"ROC AUC     {area:.3f} between the two classes" in capsys.readouterr().out
+    assert "ROC AUC" in (here / "both/report.html").read_text()
+
+
 def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     draw = np.random.RandomState(0)
     x, y = draw.randn(100, 4), np.arange(100) % 4 == 0
@@ -440,7 +458,8 @@ def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str]
     assert measured[-1]["baseline"] == 0.75 >= measured[-1]["accuracy"]
     assert said == (
         "warning: flat is no better than always saying the most frequent class, which is right for 75.0% of the "
-        "evaluation samples: try more epochs, a larger batch, another learning rate or a larger ε.\n"
+        f"evaluation samples (ROC AUC {measured[-1]['roc_auc']:.3f}: 0.5 is guessing, and well above it the "
+        "probabilities tell the classes apart): try more epochs, a larger batch, another learning rate or a larger ε.\n"
     )
     assert main(["compare", "--data", data, *words, "--methods", "flat; psac", "--folder", "both"]) == 0
     assert "warning: flat and psac are no better than always saying the most frequent" in capsys.readouterr().err

@@ -4,6 +4,7 @@ Receives: small models, one of which raises.
 Gives: the same numbers in pieces as at once, and the flags of every module after it.
 """
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +16,7 @@ from clipwise.audit import mia
 from clipwise.cli.runs import measured
 from clipwise.data import Arrays, Splits
 from clipwise.diagnostics import outputs, predicted, quality
+from clipwise.diagnostics.quality import roc_auc
 from clipwise.experiments import measures
 
 ROWS = 2500  # more than go through a model at a time
@@ -85,3 +87,14 @@ def test_quality_is_accuracy_and_mean_loss_or_the_mean_square() -> None:
     assert measured(splits, line) == pytest.approx(expected, rel=1e-5)
     most = max(Y.tolist().count(label) for label in set(Y.tolist())) / ROWS
     assert measured(Splits("classes", Arrays((X, Y)), Arrays((X, Y)), 4, (3,)), model)["baseline"] == most
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs_in_order_and_none_where_there_are_no_pairs() -> None:
+    found, wanted = (torch.randn(30, 2) * 2).round(), torch.arange(30) % 5 == 0
+    ahead = (found[:, 1] - found[:, 0]).tolist()
+    ones, others = ([a for a, one in zip(ahead, wanted, strict=True) if one == own] for own in (True, False))
+    pairs = itertools.product(ones, others)
+    assert roc_auc(found, wanted.long()) == pytest.approx(np.mean([float(a > b) + (a == b) / 2 for a, b in pairs]))
+    assert roc_auc(found, torch.zeros(30).long()) is None and roc_auc(found, torch.ones(30).long()) is None
+    assert roc_auc(torch.randn(30, 3), wanted.long()) is None and roc_auc(found * torch.nan, wanted.long()) is None
+    assert roc_auc(torch.randn(30, 1), wanted.float()) is None

@@ -30,6 +30,7 @@ from clipwise.report import epsilon_together, own, read, write_report
 from clipwise.report.answer import (
     ACCURACY,
     ERROR,
+    ROC_AUC,
     RunNumbers,
     always_the_same,
     best,
@@ -73,6 +74,7 @@ class Compared:
     clipped: float | None  # share of samples that were shortened, at the final model
     seconds: float | None  # of this call; None for a run that was finished before
     folder: str
+    roc_auc: float | None  # of two classes, however rare one of them is
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which the run was first seen without finite numbers
     best: bool  # the most accurate, or of the least error, as it is printed, unless all are alike
@@ -183,6 +185,7 @@ def _compared(text: str, run: Recorded, row: RunNumbers, seconds: float | None, 
         clipped=last.get("clipped"),
         seconds=None if seconds is None else round(seconds, 3),
         folder=str(run.path),
+        roc_auc=row.roc_auc,
         baseline=row.baseline,
         diverged=row.diverged,
         best=most,
@@ -219,12 +222,14 @@ def _table(
     name, of = ("error", ERROR) if rows[0].accuracy is None else ("accuracy", ACCURACY)
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("method", vertical="bottom", overflow="fold")
-    for title in (name, "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
+    areas = ("ROC\nAUC",) if any(row.roc_auc is not None for row in rows) else ()
+    for title in (name, *areas, "ε", "own\nbias", "own mean\nbias", "clipped", "time"):
         table.add_column(title, justify="right", vertical="bottom", no_wrap=True)
     for row in rows:
         table.add_row(
             Text(row.method),
             of.shown(getattr(row, name)),
+            *("–" if row.roc_auc is None else ROC_AUC.shown(row.roc_auc) for _ in areas),
             rounded_up(row.epsilon),
             *("–" if x is None else f"{x:.1%}" for x in (row.bias, row.mean_bias)),
             "–" if row.clipped is None else f"{row.clipped:.0%}",
@@ -232,7 +237,9 @@ def _table(
             style="bold" if row.best else "",
         )
     for plain in without:
-        table.add_row(Text(plain["method"]), of.shown(plain[name]), "none", "–", "–", "–", f"{plain['seconds']:.1f} s")
+        plains = (ROC_AUC.shown(plain["roc_auc"]) if "roc_auc" in plain else "–" for _ in areas)
+        seen = (of.shown(plain[name]), *plains, "none", "–", "–", "–", f"{plain['seconds']:.1f} s")
+        table.add_row(Text(plain["method"]), *seen)
     lost = [row.method for row in rows if row.diverged is not None]
     lost += [plain["method"] for plain in without if not math.isfinite(plain["loss"])]
     top = ", ".join(row.method for row in rows if row.best)

@@ -26,7 +26,7 @@ from clipwise.cli.stopping import patient, resumable, resume_command
 from clipwise.config import TrainConfig, to_toml
 from clipwise.data import Splits
 from clipwise.diagnostics import Monitor, calibration, predicted
-from clipwise.diagnostics.quality import baseline, scored
+from clipwise.diagnostics.quality import baseline, roc_auc, scored
 from clipwise.methods import Method
 from clipwise.plain import as_json
 from clipwise.private import Private
@@ -53,12 +53,14 @@ def new_folder(name: str) -> Path:
 def measured(splits: Splits, model: nn.Module) -> dict[str, float]:
     """What a run writes down about its test data: accuracy and mean loss, or the root of the mean squared error.
 
-    ``baseline`` is the accuracy or error of always saying the most frequent class, or the mean, of the test data.
+    ``baseline`` is the accuracy or error of always saying the most frequent class, or the mean, of the test data. Of
+    two classes, one of which may be rare, there is also ``roc_auc``.
     """
     found, wanted = predicted(model, splits.test)
     seen, same = scored(found, wanted), baseline(wanted)
     if splits.task == "classes":
-        return {**seen, "baseline": same}
+        area = roc_auc(found, wanted)
+        return {**seen, "baseline": same} | ({} if area is None else {"roc_auc": area})
     return {"error": splits.unit * seen["loss"] ** 0.5, **seen, "baseline": splits.unit * same**0.5}
 
 

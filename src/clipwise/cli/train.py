@@ -71,6 +71,8 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
         if name == "error":
             same = f"{four_digits(last['baseline'])} by always saying the mean of their labels"
         table.add_row("baseline", same)
+    if "roc_auc" in last:
+        table.add_row("ROC AUC", f"{last['roc_auc']:.3f} between the two classes; 0.5 is guessing")
     table.add_row(
         "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
     )

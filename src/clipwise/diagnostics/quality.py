@@ -1,7 +1,8 @@
 """How well a model predicts: its outputs for all rows of a data set, and accuracy and loss.
 
 Receives: a model, on whatever device and in whatever mode, and data.
-Gives: outputs, predicted, quality and baseline, on the CPU; the model's mode is as it was, also where the model raises.
+Gives: outputs, predicted, quality, baseline and roc_auc, on the CPU; the model's mode is as it was, also where the
+model raises.
 """
 
 from __future__ import annotations
@@ -66,3 +67,18 @@ def baseline(wanted: Tensor) -> float:
     if wanted.is_floating_point():
         return float(wanted.double().var(correction=0))
     return float(wanted.unique(return_counts=True)[1].max()) / len(wanted)
+
+
+def roc_auc(found: Tensor, wanted: Tensor) -> float | None:
+    """How often a sample of class 1 gets more of class 1 than one of class 0; ties count half, and 0.5 is guessing.
+
+    Edge cases: None unless there are two classes, samples of both, and finite outputs.
+    """
+    from scipy.stats import rankdata
+
+    first = wanted == 1
+    ones = int(first.sum())
+    if wanted.is_floating_point() or found.shape[1] != 2 or ones in (0, len(wanted)) or not found.isfinite().all():
+        return None
+    ranks = rankdata((found[:, 1].double() - found[:, 0].double()).numpy())
+    return float((ranks[first.numpy()].mean() - (ones + 1) / 2) / (len(wanted) - ones))

@@ -52,6 +52,7 @@ class RunNumbers:
     unfound: tuple[int, ...]  # classes of which the final model finds no evaluation sample, though there are many
     audit: bool | None  # whether every claim held
     attacked: bool  # whether that audit attacked anything, and did not add the ledger up alone
+    roc_auc: float | None  # of two classes: how well they are told apart, however rare one of them is
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
     without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
@@ -74,6 +75,7 @@ class Quantity:
 ACCURACY = Quantity(lambda row: row.accuracy, "{:.1%}".format, max)
 ERROR = Quantity(lambda row: row.error, four_digits, min)
 ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
+ROC_AUC = Quantity(lambda row: row.roc_auc, "{:.3f}".format, max)
 NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
 
 
@@ -103,6 +105,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             unfound=_unfound(run),
             audit=None if run.audit is None else bool(run.audit["passed"]),
             attacked=run.audit is not None and attacked(run.audit["rows"]),
+            roc_auc=run.last.get("roc_auc"),
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
             without=_without(run),
@@ -291,10 +294,19 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
             continue
         lost.setdefault(same, []).append(row)
     return [
-        f"{_and(alike)} {'is' if len(alike) == 1 else 'are'} no better than always saying {same}: try more "
-        "epochs, a larger batch, another learning rate or a larger ε."
+        f"{_and(alike)} {'is' if len(alike) == 1 else 'are'} no better than always saying {same}{_areas(alike)}: try "
+        "more epochs, a larger batch, another learning rate or a larger ε."
         for same, alike in lost.items()
     ]
+
+
+def _areas(found: Sequence[RunNumbers]) -> str:
+    """Where one class is rare, what is no better in accuracy may yet tell the two apart."""
+    known = sorted({ROC_AUC.shown(row.roc_auc) for row in found if row.roc_auc is not None})
+    if not known:
+        return ""
+    areas = "–".join(dict.fromkeys((known[0], known[-1])))
+    return f" (ROC AUC {areas}: 0.5 is guessing, and well above it the probabilities tell the classes apart)"
 
 
 def always_the_same(found: Sequence[RunNumbers]) -> list[str]:

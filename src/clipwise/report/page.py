@@ -22,6 +22,7 @@ from clipwise.report.answer import (
     ACCURACY,
     ALIGNMENT,
     ERROR,
+    ROC_AUC,
     Quantity,
     RunNumbers,
     alarms,
@@ -172,6 +173,7 @@ def _columns(found: Sequence[RunNumbers]) -> list[_Column]:
     several, share = len(found) > 1, "{:.1%}".format
     every = [
         _Column("accuracy", "of the final model", ACCURACY),
+        _Column("ROC AUC", "of two classes; 0.5 is guessing", ROC_AUC),
         _Column("error", ROOT_MEAN_SQUARE, ERROR),
         _Column("ε", "spent, at the run’s δ", Quantity(lambda row: row.epsilon, rounded_up)),
         _Column("bias", "on the same gradients", Quantity(lambda row: row.same_bias if several else None, share, min)),
