@@ -220,6 +220,20 @@ def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None
     assert said in answer(level)[1]
 
 
+@pytest.mark.parametrize(("few", "many", "named"), [(0.184, 0.186, False), (0.2, 0.6, True), (0.0, 0.6, True)])
+def test_the_share_that_is_shortened_is_a_reason_only_where_it_differs(
+    compared: Path, few: float, many: float, named: bool
+) -> None:
+    flat, psac, *_ = in_numbers(read([compared]))
+    pair = [
+        replace(row, spread=None, same_bias=bias, same_clipped=share, clipped=0.5)
+        for row, bias, share in ((flat, 0.1, few), (psac, 0.3, many))
+    ]
+    said = " ".join(answer(pair))
+    assert (f"It shortens {few:.0%} of them, *psac* {many:.0%}" in said) == named
+    assert ("“Where the bias comes from” shows" in said) != named
+
+
 def test_every_curve_is_the_recorded_one(compared: Path) -> None:
     runs = read([compared])
     shown = {figure.key: figure for figure in figures(runs)}

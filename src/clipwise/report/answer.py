@@ -219,7 +219,10 @@ def privacy_costs(found: Sequence[RunNumbers]) -> list[str]:
     # of what is printed, so that the difference is the one that a reader computes
     lost = round(100 * first.without, 1) - round(100 * reached, 1) if of is ACCURACY else reached - first.without
     if first.baseline is not None and first.without <= first.baseline and of is ACCURACY:
-        return [f"{said}: it found nothing. Give it a smaller learning rate of its own, 'no privacy @ RATE'."]
+        return [
+            f"{said}, no better than always saying the most frequent class: it may need a smaller learning rate of its "
+            "own, 'no privacy @ RATE'."
+        ]
     if lost <= 0:
         return [
             f"{said}, no better than {first.said}: it may need a learning rate of its own, 'no privacy @ RATE'. "
@@ -353,8 +356,10 @@ def _reason(least: RunNumbers, most: RunNumbers) -> str:
             f"Why: it treats samples more equally. With {least.said} a short gradient weighs {mild}as much "
             f"as a long one, with {most.said} {harsh} times; unclipped, all weigh the same."
         )
-    few, many = least.same_clipped or least.clipped, most.same_clipped or most.clipped
-    if few is not None and many is not None and few < many:
+    few, many = least.same_clipped, most.same_clipped
+    if few is None or many is None:
+        few, many = least.clipped, most.clipped
+    if few is not None and many is not None and 1.2 * few < many:
         return (
             f"Why: it leaves more samples as they are. It shortens {few:.0%} of them, {most.said} {many:.0%}, and "
             "what is cut off long gradients is missing from the mean."
