@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,17 @@ def test_what_was_spent_before_counts_for_a_person_too() -> None:
     with pytest.raises(InputError, match="is spent: what was released before costs"):
         private(epsilon=before.epsilon(1e-3) * 1.5, spent=before, rows_per_person=3)
     assert private(epsilon=before.epsilon(1e-3) * 1.5, spent=before).noise_multiplier > 0
+
+
+def test_noise_that_drowns_a_run_since_nearly_all_is_spent_is_warned_of() -> None:
+    before = Ledger()
+    before.record(Gaussian(4.0, "means"))
+    cost = before.epsilon(1e-3)
+    with pytest.warns(UserWarning, match="so that little is left: these steps get a noise multiplier of"):
+        private(epsilon=cost * 1.001, spent=before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        private(epsilon=cost * 2, spent=before)
 
 
 def test_the_command_keeps_it_through_train_resume_report_and_audit(

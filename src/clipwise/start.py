@@ -53,6 +53,7 @@ from clipwise.types import Batch, Event, InputError, fraction, nearest, positive
 
 P = ParamSpec("P")
 R = TypeVar("R")
+NEARLY, DROWNED = 0.9, 5.0  # with this share of ε spent, so many times the noise is warned of
 _CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
 # options of Opacus and of Hugging Face's Trainer that no option here is near to → what to write instead
 _ELSEWHERE = {
@@ -162,11 +163,12 @@ def make_private(
     if self_test and not any(phase.companions for phase in chosen.phases):  # a model of units takes no single rows
         try_loss(model, loss, dataset)
     plan = DicePlan.of(chosen, float(batch), rows)
-    for event, _ in planned(plan, asked, rate, 1):
+    recorded = functools.partial(planned, plan, sampling_rate=rate, steps=count)  # by so much noise
+    for event, _ in recorded(asked):
         cost(event, rows_per_person)  # refuse now what has no proof, also where nothing is calibrated
     sigma = asked
     if epsilon is not None:
-        sigma = _calibrated(plan, asked, rate, count, earlier, delta, accountant, rows_per_person)
+        sigma = _calibrated(recorded, asked, earlier, delta, accountant, rows_per_person)
     if ranks.count() > 1:
         few = torch.tensor([0, rows // 2, rows - 1], device="cpu")
         same = {
@@ -319,20 +321,30 @@ def _warn_of_trained(model: nn.Module, counted: list[tuple[Event, int]]) -> None
 
 
 def _calibrated(
-    plan: DicePlan | None,
+    recorded: Callable[[float], list[tuple[Event, int]]],
     epsilon: float,
-    rate: float,
-    steps: int,
     earlier: list[tuple[Event, int]],
     delta: float,
     accountant: str,
     rows: int,
 ) -> float:
-    if earlier and (before := spent_on(earlier, delta, accountant, rows_per_person=rows)) >= epsilon:
+    before = spent_on(earlier, delta, accountant, rows_per_person=rows) if earlier else 0.0
+    if before >= epsilon:
         raise InputError(
             f"epsilon={epsilon:g} is spent: what was released before costs {rounded_up(before)}; write a larger epsilon"
         )
-    return least_noise(lambda noise: [*earlier, *planned(plan, noise, rate, steps)], epsilon, delta, accountant, rows)
+
+    def least(spent: list[tuple[Event, int]]) -> float:
+        return least_noise(lambda noise: [*spent, *recorded(noise)], epsilon, delta, accountant, rows)
+
+    found = least(earlier)
+    if before > NEARLY * epsilon and found > DROWNED * (alone := least([])):
+        warn(
+            f"what was released before costs {rounded_up(before)} of epsilon={epsilon:g}, so that little is left: "
+            f"these steps get a noise multiplier of {found:.4g}, where {alone:.4g} would do with nothing spent, and "
+            "teach the model next to nothing; write a larger epsilon, or keep the model as it is"
+        )
+    return found
 
 
 def _check_one(what: str, example: str, **given: float | None) -> None:
