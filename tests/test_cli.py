@@ -163,9 +163,15 @@ def test_calibrate_wants_one_of_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert "got both" in one_line(capsys, [*words, "--epsilon", "1", "--noise-multiplier", "1"])
 
 
-def test_a_sampling_rate_above_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["calibrate", "--epsilon", "1", "--sampling-rate", "1.5", "--steps", "15"]
-    assert "sampling_rate must be above 0 and at most 1, got 1.5" in one_line(capsys, words)
+@pytest.mark.parametrize("long", ["--steps", "--epochs"])
+@pytest.mark.parametrize(
+    ("rate", "said"), [("1.5", "must be above 0 and at most 1, got 1.5"), ("0", "must be a number above 0, got 0.0")]
+)
+def test_a_sampling_rate_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], rate: str, said: str, long: str
+) -> None:
+    words = ["calibrate", "--epsilon", "1", "--sampling-rate", rate, long, "15"]
+    assert f"sampling_rate {said}" in one_line(capsys, words)
 
 
 MNIST = ["--samples", "60000", "--batch", "600"]

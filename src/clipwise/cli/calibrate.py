@@ -9,13 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from clipwise import accounting
-from clipwise.accounting.calibration import steps_in
-from clipwise.accounting.dice import DicePlan
-from clipwise.accounting.events import relation
+from clipwise.accounting.calibration import least_noise, steps_in
+from clipwise.accounting.dice import DicePlan, planned
+from clipwise.accounting.events import relation, spent
 from clipwise.config import CalibrateConfig, flag, one_given
 from clipwise.plain import as_json, rounded_up
-from clipwise.types import InputError, whole
+from clipwise.types import InputError, fraction, whole
 
 
 class _Over(NamedTuple):
@@ -31,30 +30,28 @@ def run(config: CalibrateConfig) -> str:
     one_given(config, "epsilon", "noise_multiplier", "--epsilon 4")
     one_given(config, "epochs", "steps", "--epochs 20")
     rate = _rate(config)
-    steps = config.steps if config.epochs is None else steps_in(config.epochs, rate)
+    steps = whole("steps", config.steps or 0) if config.epochs is None else steps_in(config.epochs, rate)
     over = None if config.method is None else _over(config, config.method, rate)
-    cost, least = partial(accounting.epsilon, sampling_rate=rate), partial(accounting.calibrate, sampling_rate=rate)
-    if over is not None and over.plan is not None:
-        cost, least = over.plan.epsilon, over.plan.calibrate  # type: ignore[assignment]
-    setting: dict[str, Any] = {"delta": config.delta, "steps": steps, "accountant": config.accountant}
-    setting["rows_per_person"] = config.rows_per_person
-    neighbours = relation(config.rows_per_person)
+    recorded = partial(planned, None if over is None else over.plan, sampling_rate=rate, steps=steps)
+    delta, accountant, rows = config.delta, config.accountant, config.rows_per_person
+    neighbours = relation(rows)
     if config.noise_multiplier is None:
         epsilon = config.epsilon or 0.0
-        noise = least(epsilon=epsilon, **setting)
+        noise = least_noise(recorded, epsilon, delta, accountant, rows)
         answer = f"noise multiplier {noise:g} keeps ε ≤ {epsilon:g}"
     else:
         noise = config.noise_multiplier
-        epsilon = cost(noise_multiplier=noise, **setting)
+        epsilon = spent(recorded(noise), delta, accountant, rows_per_person=rows)
         answer = f"ε = {rounded_up(epsilon)} with noise multiplier {noise:g}"
     if config.json:
-        values = {"noise_multiplier": noise, "epsilon": epsilon, **setting, "sampling_rate": rate}
+        values: dict[str, Any] = {"noise_multiplier": noise, "epsilon": epsilon, "delta": delta, "steps": steps}
+        values |= {"accountant": accountant, "rows_per_person": rows, "sampling_rate": rate}
         values |= {name: getattr(config, name) for name in ("samples", "batch", "epochs")} | {"relation": neighbours}
         values |= {} if over is None else {"method": over.method, "sensitivity": over.sensitivity}
         return as_json(values, indent=None)
     return (
-        f"{answer} at δ = {config.delta:g}\n"
-        f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {neighbours}; {config.accountant}\n"
+        f"{answer} at δ = {delta:g}\n"
+        f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {neighbours}; {accountant}\n"
         + ("" if over is None else f"  {_told(over)}\n")
     )
 
@@ -64,7 +61,7 @@ def _rate(config: CalibrateConfig) -> float:
     names = ("sampling_rate", "samples", "batch")
     given = tuple(name for name in names if getattr(config, name) is not None)
     if given == names[:1]:
-        return config.sampling_rate or 0.0
+        return fraction("sampling_rate", config.sampling_rate or 0.0)
     if given != names[1:]:
         raise InputError(
             f"expected either --sampling-rate, or --samples and --batch, got {', '.join(map(flag, given)) or 'none'}: "
