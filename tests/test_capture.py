@@ -613,6 +613,15 @@ def test_scale_grad_by_freq_is_refused_by_name(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrence_over_the_samples_is_an_error_that_says_what_to_write(kind: Any) -> None:
+    def steps_are_samples(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch)[0].flatten(1).sum(1)
+
+    with pytest.raises((InputError, Refused), match="batch_first=True"):
+        per_sample(kind(4, 3).double(), steps_are_samples, normal(5, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_packed_sequence_is_an_error_that_says_what_to_write(kind: Any) -> None:
     def packed(model: nn.Module, batch: Any) -> Tensor:
         x, lengths = batch

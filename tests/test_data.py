@@ -26,6 +26,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
 )
 
 import clipwise as cw
@@ -311,6 +312,30 @@ def test_a_collate_function_is_not_silently_left_aside() -> None:
         as_dataset((X, Y), collate=list)
     with pytest.raises(InputError, match="collate must give tensors .*, got object"):
         as_dataset(Squares(), collate=lambda samples: object())
+
+
+@pytest.mark.parametrize(
+    ("column", "write"),
+    [
+        (X[:, 0].to_sparse(), r"sparse one: write x\.to_dense\(\)"),
+        (X[:, 0].to_sparse_csr(), r"sparse one: write x\.to_dense\(\)"),
+        (torch.nested.nested_tensor(list(X)), "nested one: write x.to_padded_tensor"),
+        (torch.nested.nested_tensor(list(X), layout=torch.jagged), "nested one: write x.to_padded_tensor"),
+    ],
+)
+def test_tensors_whose_rows_cannot_be_picked_are_told_what_to_write(column: Any, write: str) -> None:
+    # they ended in torch's own errors, such as that an operator is missing from a backend
+    with pytest.raises(InputError, match=rf"data\[0\] must be a dense tensor, got a {write}"):
+        as_dataset((column, Y))
+
+
+def test_a_list_of_samples_is_read_where_collate_says_how() -> None:
+    # what DataLoader(list, collate_fn=…) reads was refused as columns
+    data = as_dataset(list(zip(X, Y.tolist(), strict=True)), collate=default_collate)
+    x, y = data.rows(torch.tensor([2, 0]))
+    assert torch.equal(x, X[[2, 0]]) and y.tolist() == Y[[2, 0]].tolist()
+    with pytest.raises(InputError, match="collate must be left out"):
+        as_dataset([X, Y], collate=default_collate)
 
 
 # ---------------------------------------------------------------------------------------------------- named data sets

@@ -386,6 +386,24 @@ class Checkpointed(nn.Module):
         return self.last(checkpoint(lambda h: self.middle(h).relu(), self.first(x), use_reentrant=self.reentrant))
 
 
+def test_a_penalty_on_a_gradient_is_told_to_be_differences_which_pass() -> None:
+    # it was said to mix samples; its second derivatives by the weights are what is missing from the records
+    def penalty(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().sum(1) + cw.cross_entropy(model, batch)
+
+    def differences(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, _ = batch
+        return ((model(x + 0.1) - model(x)) / 0.1).square().sum(1) + cw.cross_entropy(model, batch)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    step = torch.optim.SGD(model.parameters())
+    with pytest.raises(Refused, match="in the place of create_graph=True write differences"):
+        cw.make_private(model, step, (X, Y), loss=penalty, **PLAN)
+    cw.make_private(model, step, (X, Y), loss=differences, **PLAN)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_named(reentrant: bool) -> None:
     model = Checkpointed(reentrant)

@@ -430,6 +430,8 @@ def test_resuming_a_finished_run_is_told_so(tmp_path: Path) -> None:
     trained(folder=tmp_path / "run")
     with pytest.raises(InputError, match=r"is finished: load its model\.pt, or write another folder"):
         trained(resume=True, folder=tmp_path / "run")
+    with pytest.raises(InputError, match=r"choose another; the run in it is finished, and its model is model\.pt$"):
+        trained(folder=tmp_path / "run")  # as a script that is started again asks, since there is no checkpoint left
 
 
 # Interruption

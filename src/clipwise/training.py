@@ -304,7 +304,8 @@ class _Loop:
         goes_on = {"steps": private.steps, **self.plan}
         for name, was in began.items():
             if goes_on[name] != was:
-                raise InputError(f"{name} must be what the run began with, {was}, got {goes_on[name]}")
+                why = "; it follows from epsilon, where that is given" if name == "noise_multiplier" else ""
+                raise InputError(f"{name} must be what the run began with, {was}, got {goes_on[name]}{why}")
 
     def kept(self) -> tuple[dict[str, Any], dict[str, Any] | None, list[tuple[Event, int]]]:
         """What the folder holds of the run: its checkpoint, its private state and its ledger."""

@@ -205,16 +205,30 @@ def as_dataset(data: Any, collate: Collate | None = None) -> RowDataset:
     if isinstance(data, (Subset, ConcatDataset)):
         refuse_repeats(data)
     if collate is None and type(data) is TensorDataset:  # a subclass may read its samples in another way
+        _refuse_layouts(data.tensors)
         refuse_samples(data.tensors)
         return Arrays(data.tensors)
-    if isinstance(data, (Tensor, np.ndarray, tuple, list, Mapping)):
+    listed = collate is not None and isinstance(data, list) and data and not isinstance(data[0], (Tensor, np.ndarray))
+    if isinstance(data, (Tensor, np.ndarray, tuple, list, Mapping)) and not listed:
         if collate is not None:
             raise InputError("collate must be left out where data are tensors: their rows are read directly")
+        _refuse_layouts(data)
         refuse_samples(data)
         return Arrays(data)
     if isinstance(data, (str, bytes)) or not hasattr(data, "__getitem__"):
         raise InputError(f"data must be {_ACCEPTED}, got {type(data).__name__}: write data=(x, y)")
     return Samples(data, collate)
+
+
+def _refuse_layouts(data: Any) -> None:
+    """Refuse sparse and nested tensors, whose rows cannot be picked by their numbers."""
+    for label, column in labelled(data):
+        if isinstance(column, Tensor) and (column.layout != torch.strided or column.is_nested):
+            kind, write = ("nested", "to_padded_tensor(0.0)") if column.is_nested else ("sparse", "to_dense()")
+            raise InputError(
+                f"data{label} must be a dense tensor, got a {kind} one: write x.{write}, or give a Dataset that "
+                "makes one row of it dense at a time"
+            )
 
 
 def check_finite(name: str, values: Tensor) -> None:
@@ -260,7 +274,7 @@ def _tensor(name: str, column: Any) -> Tensor:
     if not isinstance(column, Tensor):
         raise InputError(
             f"{name} must be a tensor with one row per sample, got {type(column).__name__}: "
-            "stack the samples into tensors, or wrap a list of samples in a torch Dataset"
+            "stack the samples into tensors, or pass a list of samples with collate=a function that makes one batch"
         )
     if column.dim() == 0:
         raise InputError(f"{name} must have one row per sample, got a single number")

@@ -29,8 +29,10 @@ from clipwise.types import Batch, InputError, Refused
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
 AGAIN = 16  # passes after which a loss that drifts is seen
 MODEL_MIXES = (
-    "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function), or draw "
-    "with NumPy (write torch.randn, whose draws are told apart by rows); check with clipwise.oracle.per_sample"
+    "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function), draw "
+    "with NumPy (write torch.randn, whose draws are told apart by rows), or the loss may hold a gradient of its own, "
+    "whose second derivatives are not followed (in the place of create_graph=True write differences, "
+    "(model(x + h) - model(x)) / h); check with clipwise.oracle.per_sample"
 )
 OWN_SEED = (
     "leave the seed to the run, whose steps seed them in secret, or draw what is to stay the same from a generator "

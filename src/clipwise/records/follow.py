@@ -222,7 +222,8 @@ class Compare(Scout):
         ):
             raise PathChanged(
                 f"the model takes a different path for {self.few} samples than for {self.more}; expected the same "
-                "calls for every batch size: call each layer once for the whole batch, not for each sample"
+                "calls for every batch size: call each layer once for the whole batch, not for each sample; a "
+                "recurrent layer may need batch_first=True"
             )
         label = getattr(now.function, "__name__", str(now.function))
         return Call(

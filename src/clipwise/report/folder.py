@@ -43,9 +43,10 @@ def refuse_unfit(folder: Path) -> None:
         raise InputError(f"{folder} is a file, expected a folder that is new or empty: choose another")
     if folder.exists() and any(folder.iterdir()):
         begun = any((folder / name).is_file() for name in (SETTINGS, CHECKPOINT))  # one made in Python has no settings
-        begun = begun and not (folder / STATEMENT).is_file()
-        resume = ", or resume what was begun in it" if begun else ""
-        raise InputError(f"the folder {folder} is not empty: choose another{resume}")
+        holds = ", or resume what was begun in it" if begun else ""
+        if (folder / STATEMENT).is_file():
+            holds = f"; the run in it is finished, and its model is {MODEL}"
+        raise InputError(f"the folder {folder} is not empty: choose another{holds}")
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

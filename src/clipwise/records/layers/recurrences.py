@@ -19,12 +19,18 @@ from clipwise.records.layers.fallback import by_vmap
 from clipwise.records.layers.meeting import Meeting
 from clipwise.records.tape import Source, Tape
 from clipwise.records.trees import mapped
+from clipwise.types import Refused
 
 
 def recurrence(m: Meeting, ahead: Tensor, h: Tensor, *rest: Any) -> Any:
     """recurrent.lstm and gru: with b the gradient at W_hh h + b_hh of every step, v_i = Σ_t b_it h_i,t−1ᵀ."""
     (*cell, weight, bias) = rest
     source, n = m.source(weight), m.samples
+    if m.out.dim == 0:
+        raise Refused(
+            f"the {m.call.label} steps from sample to sample, since it gets the samples in its first dimension, where "
+            "it looks for a sequence's steps: write batch_first=True for [sample, step, feature]"
+        )
     if m.out.dim != 1 or m.out.factor != 1 or any(m.source(t) is not None for t in (ahead, h, *cell)):
         return by_vmap(m)
     seen = ahead.dtype
