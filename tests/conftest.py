@@ -24,10 +24,14 @@ settings.register_profile(
 )
 settings.load_profile("the same everywhere")
 
+# already now: what the tests import settles on a folder for compiled code
+_COMPILED = tempfile.TemporaryDirectory()
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = _COMPILED.name
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What torch compiles, and torchrun's logs, lie with the tests' other files, which are gone afterwards."""
+    """What else torch writes, such as torchrun's logs, lies with the tests' other files, which are gone afterwards."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("temporary"))
 
 

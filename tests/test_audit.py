@@ -532,19 +532,7 @@ def test_runs_of_methods_with_units_companions_or_feedback_are_audited_too(
 ) -> None:
     folder, draw = str(tmp_path / "run"), np.random.default_rng(0)
     np.savez(tmp_path / "data.npz", x=draw.normal(size=(200, 1, 2, 2)), y=np.arange(200) % 3)
-    few = [
-        "--noise-multiplier",
-        "3",
-        "--steps",
-        "1",
-        "--batch",
-        "160",
-        "--folder",
-        folder,
-        "--quiet",
-        "--public",
-        "5",
-    ]
+    few = ["--noise-multiplier", "3", "--steps", "1", "--batch", "160", "--folder", folder, "--quiet", "--public", "5"]
     data = f"npz:{tmp_path / 'data.npz'}"
     assert main(["train", "--data", data, "--model", model, "--method", method, *few]) == 0
     assert main(["audit", folder, *FEW]) == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cases import integers, normal, off
+from clipwise.losses import cross_entropy as loss
 from clipwise.records import SampleGradients, oracle, per_sample, traced, trainable
 from clipwise.records.replay import ROUNDS_FIRST, ready
 from clipwise.types import Gradient, InputError
@@ -59,11 +59,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "LSTM": (lambda: Recurrent(nn.LSTM), lambda: integers(11, 4)),
     "GRU": (lambda: Recurrent(nn.GRU), lambda: integers(11, 4)),
 }
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    x, y = batch
-    return F.cross_entropy(model(x), y, reduction="none")
 
 
 def clipped(gradients: SampleGradients) -> Step:

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import clipwise
 from clipwise.engine import ChunkEngine
+from clipwise.losses import cross_entropy as loss
 from clipwise.methods import (
     WEIGHTS,
     Steady,
@@ -52,10 +53,6 @@ def batch(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         torch.randn(samples, 1, 4, 4, generator=generator, dtype=torch.float64),
         torch.randint(0, 3, (samples,), generator=generator),
     )
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 @pytest.fixture(scope="module", params=["flat", "layerwise"])

@@ -318,11 +318,7 @@ def test_chunks_leave_the_sum_and_the_noise(text: str, most: int) -> None:
 @every_method
 def test_shares_are_positive_and_add_up_to_at_most_one(text: str) -> None:
     method = parse(text)
-    for names in (
-        tuple(LIKE),
-        ("first.weight", "last.weight"),
-        (*(f"first.{i}.weight" for i in range(9)), "last.w"),
-    ):
+    for names in (tuple(LIKE), ("first.weight", "last.weight"), (*(f"first.{i}.weight" for i in range(9)), "last.w")):
         blocks = method.blocks(names)
         shares = [block.share for block in blocks] + ([method.count.share] if method.count else [])
         assert min(shares) > 0 and sum(shares) <= 1 + 1e-12
@@ -432,6 +428,25 @@ def test_the_shortest_and_the_longest_clip_norm_give_finite_sums_and_noise(name:
         "schedule([(0, flat(1.0))], step=-1)",
         "schedule(5)",
         "schedule([5])",
+        "inner_momentum(1.0)",
+        "inner_momentum(flat(1.0), horizon=-1)",
+        "inner_momentum(flat(1.0), decay=0)",
+        "bam(flat(1.0), radius=-1)",
+        "bam(flat(1.0), form='approximate')",
+        "bam(flat(1.0), alpha=0)",
+        "self_augmentation(flat(1.0), views=0)",
+        "p_average(dice(flat(1.0)))",
+        "p_average(p_average(flat(1.0)))",
+        "p_average(flat(1.0), 0)",
+        "momentum_per_sample(dice(flat(1.0)))",
+        "dice(layerwise(flat(1.0)))",
+        "dice(adaptive(1.0))",
+        "dice(flat(1.0), memory='some')",
+        "dice(flat(1.0), blocks=0)",
+        "dice(flat(1.0), -0.1)",
+        "schedule([(0, dice(flat(1.0)))])",
+        "layerwise(bam(flat(1.0)))",
+        "disk(flat(1.0), gain=0)",
         "flat(1.0, 2.0)",
         "flat(clip_norm=1.0, **{'a': 1})",
         "flat(flat(1.0))",

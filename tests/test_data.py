@@ -536,8 +536,7 @@ def test_an_unknown_name_is_an_error_that_says_what_to_write(text: Any, message:
 def test_labels_that_do_not_begin_at_zero_are_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"no label below 1, .* 1 class too many; write y - 1"):
         assert load(saved(tmp_path, **{**toy(), "y": toy()["y"] + 1})).classes == 4
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         whole = {**toy(), "y": toy()["y"] + 1}
         load(saved(tmp_path, **whole, x_test=whole["x"][:3], y_test=np.array([0, 1, 2])))
         load(saved(tmp_path, **toy()))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import clipwise as cw
 import naive
 from clipwise.diagnostics import ClippingBias, Diagnosis, Monitor, independence, measure
+from clipwise.losses import cross_entropy as loss
 from clipwise.methods import Method, parse
 from clipwise.noise import release
 from clipwise.records import SampleGradients, from_dense, oracle, per_sample
@@ -347,11 +348,6 @@ def test_data_that_are_neither_private_nor_public_are_an_error() -> None:
 
 
 # A model's gradients
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels, reduction="none")
 
 
 def network(dropout: float = 0.0) -> tuple[nn.Module, Batch]:

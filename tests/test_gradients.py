@@ -101,8 +101,7 @@ def test_rows_padded_for_a_kernel_are_passed_on_without_their_padding(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["deep Linear", "Conv2d with groups, stride and dilation", "TransformerEncoderLayer", "GPT-2's Conv1D"],
+    "name", ["deep Linear", "Conv2d with groups, stride and dilation", "TransformerEncoderLayer", "GPT-2's Conv1D"]
 )
 def test_norms_and_sums_are_of_the_gradients_as_they_were_rounded_to_be_kept(
     name: str, force: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
@@ -828,8 +827,7 @@ def test_a_table_and_a_product_have_the_inner_product_of_their_written_out_twins
 def test_sums_and_norms_of_half_precision_records_are_float32(kind: str, dtype: torch.dtype) -> None:
     record = RECORDS[kind]()
     half = replace(
-        record,
-        **{n: v.to(dtype) for n, v in vars(record).items() if isinstance(v, Tensor) and v.is_floating_point()},
+        record, **{n: v.to(dtype) for n, v in vars(record).items() if isinstance(v, Tensor) and v.is_floating_point()}
     )
     assert half.sq_norm().dtype == half.total(torch.ones(SAMPLES)).dtype == half.dense().dtype == torch.float32
     assert half.inner(torch.ones(half.dense().shape[1:])).dtype == torch.float32

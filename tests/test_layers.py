@@ -39,10 +39,7 @@ def assert_norms_agree(found: SampleGradients, expected: SampleGradients) -> Non
     """Squares are compared with the whole gradient's: a group may be zero in theory. None may be under-estimated."""
     names = groups(expected.names)
     whole = expected.norms().square().max()
-    for ours, theirs in (
-        (found.norms(), expected.norms()),
-        (found.norms(names), expected.norms(names)),
-    ):
+    for ours, theirs in ((found.norms(), expected.norms()), (found.norms(names), expected.norms(names))):
         assert ours.shape == theirs.shape
         difference = ours.square() - theirs.square()
         assert difference.abs().max() <= CLOSE * whole

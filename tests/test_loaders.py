@@ -637,9 +637,7 @@ def test_a_column_of_words_is_answered_by_the_line_to_write_which_works(tmp_path
     assert load(line).shape == (16,)
 
 
-def test_a_column_of_texts_is_answered_by_the_line_to_write_which_works_and_prints_none_of_them(
-    tmp_path: Path,
-) -> None:
+def test_a_column_of_texts_is_answered_by_the_line_to_write_which_works_and_prints_none_of_them(tmp_path: Path) -> None:
     text = "".join(f'{{"note": {note}, "age": 1, "y": 0}}\n' for note in ['"what a very good day"'] * 9 + ["7"])
     path = table(tmp_path, text, "t.jsonl")
     for columns in ("", "&columns=age:0..9,note"):
@@ -678,8 +676,7 @@ def test_a_column_of_which_what_was_said_fits_no_cell_is_warned_of(
     tmp_path: Path, said: str, message: str | None
 ) -> None:
     path = table(tmp_path, "sex,age,y\n" + "f,1,0\nm,,1\nf,0,0\n" * 3)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as found:
         load(f"csv:{path}?label=y:0|1&columns={said}")
     assert [str(each.message).startswith(message or "-") for each in found] == [True] * (message is not None)
 
@@ -760,8 +757,7 @@ def test_numbers_of_which_no_range_is_said_are_one_warning(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match=re.escape("the range of age, pay: v enters as sign(v)·log(1 + |v|)")) as seen:
         load(f"csv:{path}?label=answer:no|yes&columns=age,pay,town:#2&test_file={path}")
     assert len(seen) == 1 and "write 'columns=age:LOW..HIGH,…'" in str(seen[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         load(f"csv:{path}?label=answer:no|yes&columns=age:0..99,town:#2")
 
 

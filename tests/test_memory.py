@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clipwise.losses import cross_entropy as loss
 from clipwise.records import Capture
 from clipwise.records.memory import largest_chunk, repeated
 from clipwise.types import InputError
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def rows(count: int = 3) -> tuple[Tensor, Tensor]:

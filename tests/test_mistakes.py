@@ -25,6 +25,17 @@ Y = torch.arange(40) % 3
 PLAN: dict[str, Any] = {"noise_multiplier": 1.0, "steps": 3, "batch": 8, "noise": 1, "delta": 1e-3}
 
 
+def begun(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
+    """A run that is made and takes no step; of a linear model, unless another is given."""
+    model = nn.Linear(4, 3) if model is None else model
+    return cw.make_private(model, torch.optim.SGD(model.parameters()), data, **{**PLAN, **changed})
+
+
+def fitted(**changed: Any) -> cw.Run:
+    """A whole run of such a model."""
+    return cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), **{**PLAN, **changed})
+
+
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
@@ -55,19 +66,13 @@ def test_a_complex_parameter_is_told_how_to_be_real_which_works(real: bool) -> N
             gain = torch.view_as_complex(self.gain) if real else self.gain
             return self.last(torch.fft.irfft(torch.fft.rfft(x) * gain, n=X.shape[1]))
 
-    model = Spectrum()
-    step = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def make() -> cw.Private:
-        return cw.make_private(model, step, (X, Y), noise_multiplier=1.0, steps=1, batch=8, delta=1e-3)
-
     if not real:
         with pytest.raises(
             InputError, match=r"gain must be real, .* write torch.view_as_complex\(…\) of it in forward"
         ):
-            make()
+            begun(Spectrum())
         return
-    private = make()
+    private = begun(Spectrum())
     for batch in private.batches():
         private.step(batch)
 
@@ -84,11 +89,9 @@ def test_a_complex_parameter_is_told_how_to_be_real_which_works(real: bool) -> N
     ],
 )
 def test_the_options_of_other_libraries_are_answered_by_what_to_write(option: str, write: str) -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(TypeError, match=f"make_private has no option '{option}': {write}"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN, **{option: 1})
-    with pytest.raises(TypeError, match=f"train has no option '{option}': {write}"):
-        cw.train(model, cw.cross_entropy, (X, Y), **PLAN, **{option: 1})
+    for name, make in (("make_private", begun), ("train", fitted)):
+        with pytest.raises(TypeError, match=f"{name} has no option '{option}': {write}"):
+            make(**{option: 1})
 
 
 def test_opacus_engine_is_answered_by_what_to_write() -> None:
@@ -103,9 +106,8 @@ def test_mixup_is_not_answered_by_another_normalisation() -> None:
         x, y = batch
         return cw.cross_entropy(model, (0.7 * x + 0.3 * x.flip(0), y))
 
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=r"before the model \(Linear\) mixes .* leave it out there \(mixup"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), loss=mixed, **PLAN)
+        begun(loss=mixed)
 
 
 def test_arguments_in_the_wrong_places_are_named() -> None:
@@ -113,42 +115,39 @@ def test_arguments_in_the_wrong_places_are_named() -> None:
     with pytest.raises(InputError, match=r"expected a model first, an nn\.Module, got tuple"):
         cw.make_private((X, Y), model, model, **PLAN)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="make_private has no option 'target_epsilon'.*'epsilon'"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), target_epsilon=3)  # type: ignore[call-arg]
+        begun(target_epsilon=3)
     with pytest.raises(InputError, match=r"such as torch\.optim\.Adam, got 'adam'"):
-        cw.train(model, cw.cross_entropy, (X, Y), optimizer="adam", **PLAN)  # type: ignore[arg-type]
+        fitted(optimizer="adam")
     with pytest.raises(InputError, match="ReduceLROnPlateau; write a loop of your own"):
-        cw.train(model, cw.cross_entropy, (X, Y), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau, **PLAN)
+        fitted(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(InputError, match=r"evaluate must give numbers by name, such as .*, got 0\.5"):
-        cw.train(model, cw.cross_entropy, (X, Y), evaluate=lambda m: 0.5, **PLAN)  # type: ignore[arg-type]
+        fitted(evaluate=lambda m: 0.5)
     for given, said in ((1, "1"), (torch.optim.lr_scheduler.StepLR, r"StepLR \(.*step_size")):
         with pytest.raises(InputError, match=f"scheduler must be one .* of an optimizer alone, got {said}"):
-            cw.train(model, cw.cross_entropy, (X, Y), scheduler=given, **PLAN)  # type: ignore[arg-type]
+            fitted(scheduler=given)
     with pytest.raises(TypeError, match="train has no option 'schedule': did you mean 'scheduler'"):
-        cw.train(model, cw.cross_entropy, (X, Y), schedule=None, **PLAN)  # type: ignore[call-arg]
-    lazy = nn.LazyLinear(3)
+        fitted(schedule=None)
     with pytest.raises(InputError, match=r"weight has no shape yet: send one batch through the model"):
-        cw.make_private(lazy, torch.optim.SGD(lazy.parameters()), (X, Y), **PLAN)
+        begun(nn.LazyLinear(3))
 
 
 def test_a_model_of_another_width_is_told_what_it_was_given() -> None:
-    model = nn.Linear(7, 3)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+        begun(nn.Linear(7, 3))
     said = f"clipwise gave the loss and the model the first two samples, tensors of [2, {X.shape[1]}], [2]"
     assert caught.value.__notes__ == [said]
 
 
 def test_inference_mode_is_refused_at_the_start_and_at_a_step() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters())
     message = r"none of under torch\.inference_mode\(\): make the run and its steps outside"
+    model = nn.Linear(4, 3)
     with torch.inference_mode(), pytest.raises(InputError, match=message):
-        cw.make_private(model, optimizer, (X, Y), **PLAN)
+        begun(model)
     with torch.inference_mode():
         made = nn.Linear(4, 3)
     with pytest.raises(InputError, match=r"weight was made under torch\.inference_mode\(\)"):
-        cw.make_private(made, torch.optim.SGD(made.parameters()), (X, Y), **PLAN)
-    private = cw.make_private(model, optimizer, (X, Y), **PLAN)
+        begun(made)
+    private = begun(model)
     batch = next(private.batches())
     with torch.inference_mode(), pytest.raises(InputError, match=message):
         private.step(batch)
@@ -167,30 +166,24 @@ class _WithoutDouble(TorchFunctionMode):
 
 
 def test_a_device_without_float64_is_refused_before_anything_is_computed() -> None:
-    model = nn.Linear(4, 3)
-    with (
-        _WithoutDouble(),
-        pytest.raises(InputError, match=r"in float64, and the device cpu.* has none .* write model.to"),
-    ):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    said = r"in float64, and the device cpu.* has none .* write model.to"
+    with _WithoutDouble(), pytest.raises(InputError, match=said):
+        begun()
 
 
 @pytest.mark.parametrize("given", [[1.0, 2.0], X.numpy()])
 def test_public_inputs_that_are_no_tensor_are_named(given: Any) -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=r"public must be a tensor of inputs, got \w+: write torch\.as_tensor"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), public=given, **PLAN)
+        begun(public=given)
 
 
 def test_views_that_are_no_function_are_named() -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match="views must be a function of a row, a count and a generator, got int"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), views=3, **PLAN)  # type: ignore[arg-type]
+        begun(views=3)
 
 
 def test_a_run_prints_how_far_it_is() -> None:
-    model = nn.Linear(4, 3)
-    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), method=cw.psac(), **PLAN)
+    private = begun(method=cw.psac())
     private.step(next(private.batches()))
     assert repr(private) == (
         "<private training of Linear by psac(clip_norm=1.0, r=0.1): 1 of 3 steps made, expected batch 8 of 40 samples>"
@@ -209,9 +202,8 @@ def test_a_run_prints_how_far_it_is() -> None:
     ],
 )
 def test_data_that_the_usual_loss_cannot_take_is_named(data: Any, message: str) -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=message):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), data, **{**PLAN, "batch": 3})
+        begun(data=data, batch=3)
 
 
 def test_labels_of_any_whole_numbers_are_labels() -> None:
@@ -226,9 +218,8 @@ def test_labels_of_any_whole_numbers_are_labels() -> None:
     [(1, X[:, :1], r"y\.squeeze\(1\)"), (3, X[:, 0], r"a loss\(model, batch\)"), (1, X[:, :2], r"a loss\(model")],
 )
 def test_shapes_that_would_broadcast_in_a_squared_error_are_named(outputs: int, y: torch.Tensor, write: str) -> None:
-    model = nn.Linear(4, outputs)
     with pytest.raises(InputError, match=f"squared_error takes one output and one number per sample.*write {write}"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, y), loss=cw.squared_error, **PLAN)
+        begun(nn.Linear(4, outputs), (X, y), loss=cw.squared_error)
 
 
 @pytest.mark.parametrize(
@@ -240,37 +231,31 @@ def test_shapes_that_would_broadcast_in_a_squared_error_are_named(outputs: int, 
     ],
 )
 def test_a_criterion_is_no_loss_of_a_model_and_a_batch(loss: Any, got: str) -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=rf"function loss\(model, batch\).*got {got}; write"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), loss=loss, **PLAN)
+        begun(loss=loss)
 
 
 def test_a_loss_that_torch_compiled_is_named() -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match="expected the loss itself, got what torch.compile made of it"):
-        cw.make_private(
-            model, torch.optim.SGD(model.parameters()), (X, Y), loss=torch.compile(cw.cross_entropy), **PLAN
-        )
+        begun(loss=torch.compile(cw.cross_entropy))
 
 
 @pytest.mark.parametrize("name", ["ledger", "spent"])
 def test_a_path_is_no_ledger(name: str) -> None:
-    model = nn.Linear(4, 3)
     with pytest.raises(InputError, match=rf"{name} must be a ledger, got 'x\.jsonl': write {name}=clipwise\.Ledger"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **{**PLAN, name: "x.jsonl"})
+        begun(**{name: "x.jsonl"})
 
 
 def test_what_was_spent_stands_in_a_file_that_is_there(tmp_path: Path) -> None:
     """A misspelt path would count as nothing spent; a run's own ledger begins in a new file."""
     model, path = nn.Linear(4, 3), tmp_path / "ledger.jsonl"
-    optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(
         InputError, match=r"there is no file .*ledger\.jsonl: write the ledger\.jsonl of the earlier run"
     ):
-        cw.make_private(model, optimizer, (X, Y), spent=cw.Ledger(path), **PLAN)
-    earlier = cw.make_private(model, optimizer, (X, Y), ledger=cw.Ledger(path), **PLAN)
+        begun(model, spent=cw.Ledger(path))
+    earlier = begun(model, ledger=cw.Ledger(path))
     earlier.step(next(earlier.batches()))
-    private = cw.make_private(model, optimizer, (X, Y), spent=cw.Ledger(path), **PLAN)
+    private = begun(model, spent=cw.Ledger(path))
     assert private.epsilon() == earlier.epsilon() > 0
 
 
@@ -278,19 +263,19 @@ def test_what_is_no_model_or_monitor_is_named_before_anything_is_begun() -> None
     with pytest.raises(InputError, match=r"expected a model first, .* got function: write train\(model, loss, data"):
         cw.train(cw.cross_entropy, nn.Linear(4, 3), (X, Y), **PLAN)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"monitor must be a Monitor, got True: write monitor=clipwise\.Monitor"):
-        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), monitor=True, **PLAN)  # type: ignore[arg-type]
+        fitted(monitor=True)
 
 
 @pytest.mark.parametrize("found", [None, {"a": "b"}, {"a": torch.ones(3)}, {"a": None}])
 def test_what_is_no_number_is_not_measured(found: Any) -> None:
     with pytest.raises(InputError, match="evaluate must give numbers by name"):
-        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=lambda m: found, **PLAN)
+        fitted(evaluate=lambda m: found)
 
 
 def test_evaluate_is_asked_for_and_cannot_state_another_epsilon() -> None:
     with pytest.raises(InputError, match="evaluate must be a function of the model, got 5"):
-        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=5, **PLAN)  # type: ignore[arg-type]
-    run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), evaluate=lambda m: {"epsilon": 0.1, "a": 1}, **PLAN)
+        fitted(evaluate=5)
+    run = fitted(evaluate=lambda m: {"epsilon": 0.1, "a": 1})
     assert run.metrics[-1] == {"step": 3, "epsilon": run.epsilon, "a": 1}
 
 
@@ -316,39 +301,34 @@ class OfOnesOwn(nn.Module):
 
 
 def test_what_is_wrong_with_a_loss_or_a_model_is_said_as_it_is() -> None:
-    def made(model: nn.Module, loss: Any, y: torch.Tensor = Y) -> cw.Private:
-        return cw.make_private(model, torch.optim.SGD(model.parameters()), (X, y), loss=loss, **PLAN)
-
     with pytest.raises(InputError, match="the gradients of w cannot be followed: an autograd function of your own"):
-        made(OfOnesOwn(), cw.cross_entropy)
+        begun(OfOnesOwn())
     with pytest.raises(InputError, match="the loss has no gradient at all"):
-        made(nn.Linear(4, 3), lambda m, b: cw.cross_entropy(m, b).detach())
+        begun(loss=lambda m, b: cw.cross_entropy(m, b).detach())
     with pytest.raises(InputError, match=r"got shape \[2, 3\]; write values\.flatten\(1\)\.mean\(1\)"):
-        made(nn.Linear(4, 3), lambda m, b: m(b[0]).square())
+        begun(loss=lambda m, b: m(b[0]).square())
     with pytest.raises(
         InputError, match=r"\[2, 2\]; write model\(x\)\.squeeze\(1\) where \[2, 1\] met \[2\], otherwise"
     ):
-        made(nn.Linear(4, 1), lambda m, b: (m(b[0]) - b[1]).square(), Y.float())
+        begun(nn.Linear(4, 1), (X, Y.float()), loss=lambda m, b: (m(b[0]) - b[1]).square())
     with pytest.raises(Refused, match=r"the loss mixes the samples.*\[n, 1\] and \[n\] make \[n, n\]"):
-        made(nn.Linear(4, 1), lambda m, b: (m(b[0]) - b[1]).square().mean(1), Y.float())
+        begun(nn.Linear(4, 1), (X, Y.float()), loss=lambda m, b: (m(b[0]) - b[1]).square().mean(1))
     with pytest.raises(InputError, match="call each layer once for the whole batch"):
-        made(nn.Linear(4, 3), lambda m, b: nn.functional.cross_entropy(torch.stack([m(row) for row in b[0]]), b[1],
-                                                                       reduction="none"))  # fmt: skip
+        begun(loss=lambda m, b: cw.cross_entropy(lambda x: torch.stack([m(row) for row in x]), b))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no loss of 4 samples is a finite number"):
-        made(nn.Linear(4, 3), lambda m, b: cw.cross_entropy(m, b) * float("nan"))
+        begun(loss=lambda m, b: cw.cross_entropy(m, b) * float("nan"))
 
 
 def test_a_model_that_diverged_is_warned_of_once() -> None:
     model = nn.Linear(4, 3)
-    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    private = begun(model)
     batches = private.batches()
     private.step(next(batches))
     with torch.no_grad():
         model.weight.fill_(float("nan"))
     with pytest.warns(UserWarning, match="in step 2 no sample had a finite gradient, so that noise alone was added"):
         private.step(next(batches))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         private.step(next(batches))
 
 
@@ -360,9 +340,7 @@ def test_samples_that_are_lost_are_warned_of_where_they_are_most() -> None:
         def __getitem__(self, i: int) -> Any:
             return X[i] * (1 if i < 4 else float("nan")), Y[i]
 
-    model = nn.Linear(4, 3)
-    plan = {**PLAN, "batch": 40, "self_test": False}
-    private = cw.make_private(model, torch.optim.SGD(model.parameters()), Holes(), **plan)
+    private = begun(data=Holes(), batch=40, self_test=False)
     with pytest.warns(UserWarning, match="in step 1 36 of 40 samples had no finite gradient and added nothing") as said:
         private.step(next(private.batches()))
     assert said[0].filename == __file__  # the user's own line
@@ -370,7 +348,7 @@ def test_samples_that_are_lost_are_warned_of_where_they_are_most() -> None:
 
 def test_a_module_that_was_exchanged_is_not_taken_for_a_gradient_without_noise() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+    private = begun(model)
     model[1] = nn.Linear(5, 3)
     with pytest.raises(InputError, match="1.weight is not in the optimizer.*was a module exchanged"):
         private.step(next(private.batches()))
@@ -406,9 +384,8 @@ def test_a_penalty_on_a_gradient_is_told_to_be_differences_which_pass() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_is_named(reentrant: bool) -> None:
-    model = Checkpointed(reentrant)
     with pytest.raises(InputError, match=r"gradient checkpointing.*turn it off.*smaller chunk"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), **PLAN)
+        begun(Checkpointed(reentrant))
 
 
 def own(weigh: Any) -> Method:
@@ -425,49 +402,43 @@ def own(weigh: Any) -> Method:
     ],
 )
 def test_weights_that_follow_other_samples_are_refused(weigh: Any) -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters())
     for method in (own(weigh), cw.inner_momentum(own(weigh)), cw.schedule([(0, cw.flat()), (2, own(weigh))])):
         with pytest.raises(Refused, match="depend on other samples' norms too"):
-            cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
-    private = cw.make_private(model, optimizer, (X, Y), **PLAN)
+            begun(method=method)
+    private = begun()
     for method in (own(weigh), cw.schedule([(0, cw.flat()), (2, own(weigh))])):
         with pytest.raises(Refused, match="depend on other samples' norms too"):
             private.method = method
 
 
 def test_a_weight_that_will_be_cut_is_warned_of_since_another_formula_is_trained() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters())
     for method in (own(lambda n: 1 / (1 + n.sqrt())), cw.inner_momentum(own(lambda n: 1 / (1 + n.sqrt())))):
         said = r"does not keep its bound of 1: a gradient of norm .* cut to bound/norm"
         with pytest.warns(UserWarning, match=said) as seen:
-            cw.make_private(model, optimizer, (X, Y), method=cw.flat(), **PLAN).method = method
+            begun().method = method
         with pytest.warns(UserWarning, match=said) as again:
-            cw.make_private(model, optimizer, (X, Y), method=method, **PLAN)
+            begun(method=method)
         assert [w.filename for w in (*seen, *again)] == [__file__] * 2  # the user's own line
     with pytest.raises(InputError, match="bound must be a number above 0, got '1'"):
-        cw.make_private(model, optimizer, (X, Y), method=dataclasses.replace(cw.flat(), bound="1"), **PLAN)  # type: ignore[arg-type]
-    parameters = dict(model.named_parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        begun(method=dataclasses.replace(cw.flat(), bound="1"))  # type: ignore[arg-type]
+    parameters = dict(nn.Linear(4, 3).named_parameters())
+    with warnings.catch_warnings(action="error"):
         for method in (own(lambda n: 1 / (1 + n)), *(parse(name) for name in METHODS)):
             check_weights(method, parameters)
 
 
 def test_counts_that_follow_other_samples_are_refused() -> None:
     """With this one a sample moved the count by three bounds."""
-    model = nn.Linear(4, 3)
     method = dataclasses.replace(cw.flat(), count=Count(lambda n: (n > n.mean()).float() - 0.5, 0.5))
     with pytest.raises(Refused, match="the counts of flat depend on other samples' norms too"):
-        cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), method=method, **PLAN)
+        begun(method=method)
 
 
 def test_a_method_of_one_s_own_trains_and_its_run_is_no_page_until_it_has_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smooth = own(lambda n: 1 / (1 + n * n).sqrt())
-    run = cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=smooth, folder=tmp_path / "run", **PLAN)
+    run = fitted(method=smooth, folder=tmp_path / "run")
     assert "method       mine()" in run.statement.text()
     with pytest.raises(
         InputError,
@@ -477,7 +448,7 @@ def test_a_method_of_one_s_own_trains_and_its_run_is_no_page_until_it_has_a_name
     monkeypatch.setitem(cw.METHODS, "mine", lambda: smooth)
     assert report.read([tmp_path / "run"])[0].method is smooth
     with pytest.raises(InputError, match=r"mine must give weights \[n\] for norms \[n\], got float"):
-        cw.train(nn.Linear(4, 3), cw.cross_entropy, (X, Y), method=own(lambda n: 0.1), **PLAN)
+        fitted(method=own(lambda n: 0.1))
 
 
 @pytest.mark.parametrize(
@@ -488,8 +459,7 @@ def test_a_method_of_one_s_own_trains_and_its_run_is_no_page_until_it_has_a_name
     ],
 )
 def test_a_filter_that_gives_something_else_is_told_what_to_give(apply: Any, message: str) -> None:
-    model, post = nn.Linear(4, 3), cw.postprocess.Post("mine()", apply)
-    private = cw.make_private(model, torch.optim.SGD(model.parameters()), (X, Y), post=post, **PLAN)
+    private = begun(post=cw.postprocess.Post("mine()", apply))
     with pytest.raises(InputError, match=message):
         private.step(next(private.batches()))
 

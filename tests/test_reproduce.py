@@ -429,6 +429,13 @@ def test_an_experiment_of_ones_own_is_measured_and_held_against_its_numbers(caps
     assert found["plots"]
 
 
+def test_an_experiment_that_states_no_numbers_has_no_column_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", own(OWN.replace("accuracy = { free = 0.5 }", "")), "--only", "private*"]) == 0
+    shown = capsys.readouterr().out
+    assert ["run", "data", "quantity", "measured"] in [line.split() for line in shown.splitlines()]
+    assert "states no number" not in shown
+
+
 def test_the_full_scale_makes_all_runs_and_only_chooses_among_them() -> None:
     assert [run.name for run in read(own(), "full").runs] == ["private 1.0", "private 2.0", "free"]
     found = made(own(), "--scale", "full", "--only", "free", "--seeds", "2")

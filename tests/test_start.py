@@ -150,8 +150,7 @@ def test_narrow_weights_are_warned_of_and_stated(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wide_weights_are_not_warned_of(dtype: torch.dtype) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         stated = begun(net().to(dtype), (X.to(dtype), Y)).statement()
     assert stated.weights == str(dtype).removeprefix("torch.") and "weights " not in stated.text()
 
@@ -162,8 +161,7 @@ def test_parameters_that_are_not_the_models_are_warned_of() -> None:
     assert len(seen) == 1 and seen[0].filename == __file__
     frozen = net()
     next(frozen.parameters()).requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         begun(frozen)  # a frozen parameter is still the model's
 
 

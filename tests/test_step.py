@@ -35,17 +35,14 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
 
 
-def private_for(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **changed: Any) -> cw.Private:
-    given = {
-        "noise_multiplier": 1.5,
-        "steps": 3,
-        "batch": 20,
-        "noise": SEED,
-        "delta": 1e-3,
-        "self_test": False,
-        **changed,
-    }
-    return cw.make_private(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.7), data(), **given)
+PLAN = {"noise_multiplier": 1.5, "steps": 3, "batch": 20, "noise": SEED, "delta": 1e-3, "self_test": False}
+
+
+def private_for(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, samples: Any = None, **changed: Any
+) -> cw.Private:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.7)
+    return cw.make_private(model, optimizer, data() if samples is None else samples, **{**PLAN, **changed})
 
 
 def theta(model: nn.Module) -> np.ndarray:
@@ -111,17 +108,9 @@ def test_the_sum_is_divided_by_the_expected_batch_and_not_by_the_realised_one() 
     for seed in range(6):
         model = mlp()
         before = theta(model)
-        private = cw.make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            (x, y),
-            noise_multiplier=1e-9,
-            steps=1,
-            batch=20,
-            noise=seed,
-            delta=1e-3,
-            method=cw.normalised(1.0),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        how = {"noise_multiplier": 1e-9, "steps": 1, "noise": seed, "method": cw.normalised(1.0)}
+        private = private_for(model, optimizer, (x, y), **how)
         for batch in private.batches():
             private.step(batch)
             sizes.append(len(batch))
@@ -170,19 +159,8 @@ def test_a_layer_that_is_frozen_or_unfrozen_later_is_trained_so_or_refused_befor
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     model[0].requires_grad_(frozen)
     data = torch.randn(60, 4), torch.randint(0, 2, (60,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    private = cw.make_private(
-        model,
-        optimizer,
-        data,
-        loss=cw.cross_entropy,
-        method=method,
-        post=post,
-        noise_multiplier=2.0,
-        steps=6,
-        batch=60 if method == "momentum_per_sample" else 20,
-        delta=1e-3,
-    )
+    size = 60 if method == "momentum_per_sample" else 20
+    private = private_for(model, samples=data, method=method, post=post, steps=6, batch=size, self_test=True)
     for batch in private.batches():
         if private.steps_taken == 3:
             model[0].requires_grad_(not frozen)
@@ -405,11 +383,7 @@ def test_a_sample_that_comes_in_several_rows_is_refused() -> None:
         return tuple(torch.cat(column) for column in zip(*samples, strict=True))
 
     def one_step() -> None:
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        private = cw.make_private(
-            model, optimizer, Crops(), collate=together, noise_multiplier=1.0, steps=1, batch=20, delta=1e-3
-        )
+        private = private_for(mlp(), samples=Crops(), collate=together, self_test=True)
         private.step(next(private.batches()))
 
     with pytest.raises(InputError, match="row"):
@@ -451,17 +425,7 @@ def test_an_optimizer_that_writes_into_its_gradients_changes_nothing_that_is_kep
     for foreach in (False, True):  # SGD with Nesterov's momentum and foreach writes into gradients
         model = mlp(torch.float32)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
-        private = cw.make_private(
-            model,
-            optimizer,
-            data(torch.float32),
-            noise_multiplier=1.5,
-            steps=4,
-            batch=20,
-            noise=SEED,
-            delta=1e-3,
-            post=post,
-        )
+        private = private_for(model, optimizer, data(torch.float32), steps=4, post=post)
         for batch in private.batches():
             private.step(batch)
         assert private.state.released is not None

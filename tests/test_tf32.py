@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipwise as cw
+from clipwise.losses import cross_entropy as loss
 from clipwise.records import Capture, SampleGradients, forms, kinds, oracle, trainable
 from clipwise.records.compiled import CompiledCapture
 from clipwise.records.kinds import Convolution, Dense, Geometry, Halved, Indexed, Outer
@@ -244,10 +245,6 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         seen = torch.tanh(self.conv(x)).flatten(2).transpose(1, 2)  # [sample, position, channel]
         return self.head(torch.tanh(self.line(seen)).flatten(1))
-
-
-def loss(model: nn.Module, batch: Any) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
 def test_graphs_keep_the_rounded_factors_and_give_the_eager_numbers(tf32: None) -> None:

@@ -348,25 +348,6 @@ def test_bad_data_and_bad_models_are_refused() -> None:
         made(loss=lambda m, b: cw.cross_entropy(m, b) * m(b[0]).mean().detach(), self_test=True)
 
 
-def test_a_module_that_remembers_its_batches_is_refused() -> None:
-    class Remembers(nn.Module):
-        """A running mean of the inputs: a statistic of private data that would leave with the model, without noise."""
-
-        mean: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-            self.register_buffer("mean", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-            return self.linear(x)
-
-    with pytest.raises(Refused, match="mean"):
-        made(Remembers(), self_test=True)
-
-
 def test_bad_input_leaves_no_folder(tmp_path: Path) -> None:
     for changed in ({"batch": 1000}, {"method": "psca"}, {"data": (X, Y[:3])}, {"accountant": "pdl"}, {"average": 1.0}):
         with pytest.raises(InputError):
@@ -420,8 +401,7 @@ def test_resuming_without_a_run_is_an_error_that_says_how_one_script_does_both(t
     folder = tmp_path / "run"
     with pytest.raises(InputError, match=r"the same line, write resume=os\.path\.exists\('.*/run/checkpoint\.pt'\)$"):
         trained(resume=True, folder=folder)
-    with pytest.raises(KeyboardInterrupt):
-        trained(progress=Stop(2, folder), folder=folder, resume=os.path.exists(folder / "checkpoint.pt"))
+    interrupted(folder, 2, resume=os.path.exists(folder / "checkpoint.pt"))
     run = trained(folder=folder, resume=os.path.exists(folder / "checkpoint.pt"))
     assert run.statement.releases == 6
 
@@ -461,20 +441,22 @@ def test_a_step_of_the_optimizer_that_is_not_the_run_s_own_is_refused() -> None:
     again.step(next(again.batches()))
 
 
-class Stop:
-    """A progress callback that stops the run after a step; it may keep the checkpoint of another one."""
+def interrupted(
+    folder: Path, at: int, *, kept: int | None = None, error: type[BaseException] = KeyboardInterrupt, **how: Any
+) -> None:
+    """A run that is stopped after a step, as after a crash with the checkpoint of the one that is ``kept``, if any."""
+    checkpoint, earlier = folder / "checkpoint.pt", folder.parent / "kept.pt"
 
-    def __init__(
-        self, at: int, folder: Path, keep: int | None = None, error: type[BaseException] = KeyboardInterrupt
-    ) -> None:
-        self.at, self.folder, self.keep, self.error = at, folder, keep, error
+    def stop(private: cw.Private, *_: Any) -> None:
+        if private.steps_taken == kept:
+            shutil.copy(checkpoint, earlier)
+        if private.steps_taken == at:
+            raise error
 
-    def __call__(self, private: Any, *_: Any) -> None:
-        step = private.steps_taken
-        if step == self.keep:
-            shutil.copy(self.folder / "checkpoint.pt", self.folder.parent / "kept.pt")
-        if step == self.at:
-            raise self.error
+    with pytest.raises(error):
+        trained(folder=folder, progress=stop, **how)
+    if kept is not None:
+        shutil.copy(earlier, checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -488,8 +470,7 @@ class Stop:
 @pytest.mark.parametrize("at", [1, 4])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(method: str, at: int, tmp_path: Path) -> None:
     whole = trained(method=method, average=0.9, folder=tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        trained(method=method, average=0.9, folder=tmp_path / "run", progress=Stop(at, tmp_path / "run"))
+    interrupted(tmp_path / "run", at, method=method, average=0.9)
     assert RunFolder(tmp_path / "run", resume=True).ledger().releases == at
     run = trained(method=method, average=0.9, folder=tmp_path / "run", resume=True)
     assert run.statement.releases == whole.statement.releases == 6
@@ -507,8 +488,7 @@ def own(clip_norm: float = 1.0, **changed: Any) -> cw.Method:
 
 def test_a_run_with_a_method_of_one_s_own_can_be_resumed(tmp_path: Path) -> None:
     whole = trained(method=own())
-    with pytest.raises(KeyboardInterrupt):
-        trained(method=own(), folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    interrupted(tmp_path / "run", 2, method=own())
     run = trained(method=own(), folder=tmp_path / "run", resume=True)
     assert run.statement.releases == 6 and torch.equal(theta(run.model), theta(whole.model))
 
@@ -536,16 +516,14 @@ def test_a_run_that_is_stopped_lets_go_of_its_ledger(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_whose_data_grew_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    interrupted(tmp_path / "run", 2)
     more = (torch.randn(50, 4), torch.zeros(50, dtype=torch.long))
     with pytest.raises(InputError, match="began with 40 samples and a batch of 10, got 50 and 10: that is another "):
         trained(data=more, folder=tmp_path / "run", resume=True)
 
 
 def test_a_secure_run_resumes_with_the_planned_number_of_releases(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(noise="secure", folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    interrupted(tmp_path / "run", 2, noise="secure")
     assert trained(noise="secure", folder=tmp_path / "run", resume=True).statement.releases == 6
 
 
@@ -553,8 +531,7 @@ def test_a_secure_run_resumes_with_the_planned_number_of_releases(tmp_path: Path
 def test_a_run_is_not_resumed_under_another_plan_which_its_statement_would_then_state(
     changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    interrupted(tmp_path / "run", 2)
     with pytest.raises(InputError):
         trained(folder=tmp_path / "run", resume=True, **changed)
 
@@ -570,8 +547,7 @@ def test_a_run_is_not_resumed_under_another_plan_which_its_statement_would_then_
 )
 def test_a_run_is_not_resumed_with_other_parts(changed: dict[str, Any], name: str, tmp_path: Path) -> None:
     began = {"scheduler": lambda o: lr_scheduler.StepLR(o, 2), "post": "heavy_ball(0.9)", "folder": tmp_path / "run"}
-    with pytest.raises(KeyboardInterrupt):
-        trained(progress=Stop(2, tmp_path / "run"), **began)
+    interrupted(at=2, **began)
     with pytest.raises(InputError, match=name):
         trained(resume=True, **{**began, **changed})
     assert trained(resume=True, **began).statement.steps == 6
@@ -579,8 +555,7 @@ def test_a_run_is_not_resumed_with_other_parts(changed: dict[str, Any], name: st
 
 def test_another_number_of_steps_is_named_where_it_is_another_noise(tmp_path: Path) -> None:
     budget = {"noise_multiplier": None, "epsilon": 5.0, "folder": tmp_path / "run"}
-    with pytest.raises(KeyboardInterrupt):
-        trained(progress=Stop(2, tmp_path / "run"), **budget)
+    interrupted(at=2, **budget)
     with pytest.raises(InputError, match="steps must be what the run began with, 6, got 9"):
         trained(resume=True, **{**budget, "steps": 9})
 
@@ -623,9 +598,7 @@ def stopped(*_: Any, **__: Any) -> Any:
 
 def test_what_is_seen_is_written_once_and_forgotten_after_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        trained(evaluate=lambda m: {"x": 1.0}, evaluate_every=1, folder=folder, progress=Stop(4, folder, keep=2))
-    shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")
+    interrupted(folder, 4, kept=2, evaluate=lambda m: {"x": 1.0}, evaluate_every=1)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "x"')  # the machine stopped while it wrote
     with pytest.warns(UserWarning, match="2 steps since the last checkpoint are made again.* will end at ε = "):
@@ -635,26 +608,15 @@ def test_what_is_seen_is_written_once_and_forgotten_after_the_checkpoint(tmp_pat
     assert run.statement.releases == 8
 
 
-def test_a_killed_run_is_told_the_epsilon_that_it_will_end_at(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        trained(evaluate_every=1, folder=folder, progress=Stop(5, folder, keep=2))
-    shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")
-    with pytest.warns(UserWarning, match="3 steps since the last checkpoint") as said:
-        run = trained(evaluate_every=1, folder=folder, resume=True)
-    assert f"ε = {rounded_up(run.epsilon)};" in str(said[0].message)
-
-
 def test_the_papers_of_a_filter_are_cited_too() -> None:
     assert "DOPPLER" in trained(post="low_pass()").citation and "DOPPLER" not in trained().citation
 
 
 def test_steps_after_the_last_checkpoint_are_repeated_and_both_times_counted(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        trained(evaluate_every=1, folder=folder, progress=Stop(5, folder, keep=2))
-    shutil.copy(tmp_path / "kept.pt", folder / "checkpoint.pt")  # a crash: three releases since the last checkpoint
-    run = trained(evaluate_every=1, folder=folder, resume=True)
+    interrupted(tmp_path / "run", 5, kept=2, evaluate_every=1)
+    with pytest.warns(UserWarning, match="3 steps since the last checkpoint") as said:
+        run = trained(evaluate_every=1, folder=tmp_path / "run", resume=True)
+    assert f"ε = {rounded_up(run.epsilon)};" in str(said[0].message)
     assert run.statement.releases == 6 + 3
     assert run.epsilon == cw.epsilon(noise_multiplier=1.0, delta=1e-3, sampling_rate=0.25, steps=9, accountant="rdp")
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
@@ -662,16 +624,14 @@ def test_steps_after_the_last_checkpoint_are_repeated_and_both_times_counted(tmp
 
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, SystemExit])
 def test_a_run_that_any_error_stopped_can_be_resumed(error: type[BaseException], tmp_path: Path) -> None:
-    with pytest.raises(error):
-        trained(folder=tmp_path / "run", progress=Stop(4, tmp_path / "run", error=error))
+    interrupted(tmp_path / "run", 4, error=error)
     run = trained(folder=tmp_path / "run", resume=True)
     assert run.statement.releases >= 6 and (tmp_path / "run" / "model.pt").exists()
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_a_ledger_that_lost_releases_is_refused(kept: int, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(4, tmp_path / "run"))
+    interrupted(tmp_path / "run", 4)
     ledger = tmp_path / "run" / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.unlink()
@@ -683,8 +643,7 @@ def test_a_ledger_that_lost_releases_is_refused(kept: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("number", ["noise_multiplier", "sampling_rate"])
 def test_a_ledger_that_holds_cheaper_releases_than_were_made_is_refused(number: str, tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(4, tmp_path / "run"))
+    interrupted(tmp_path / "run", 4)
     ledger = tmp_path / "run" / "ledger.jsonl"
     events = [json.loads(line) for line in ledger.read_text().splitlines()]
     events[1][number] *= {"noise_multiplier": 4, "sampling_rate": 0.25}[number]
@@ -704,15 +663,13 @@ def test_a_power_failure_cannot_lose_releases_that_a_checkpoint_holds(tmp_path: 
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(3, tmp_path / "run"))
+    interrupted(tmp_path / "run", 3)
     assert "ledger" in synced and synced.index("ledger") < len(synced) - 1 - synced[::-1].index("other")
 
 
 def test_a_full_disk_leaves_no_partial_file_and_the_run_can_go_on(tmp_path: Path, monkeypatch: Any) -> None:
     folder = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=folder, progress=Stop(2, folder))
+    interrupted(folder, 2)
     before = (folder / "checkpoint.pt").read_bytes()
     fsync = os.fsync
 
@@ -733,8 +690,7 @@ def test_a_full_disk_leaves_no_partial_file_and_the_run_can_go_on(tmp_path: Path
 
 
 def test_an_unreadable_checkpoint_is_an_input_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        trained(folder=tmp_path / "run", progress=Stop(2, tmp_path / "run"))
+    interrupted(tmp_path / "run", 2)
     (tmp_path / "run" / "checkpoint.pt").write_bytes(b"torn")
     with pytest.raises(InputError, match="cannot read"):
         trained(folder=tmp_path / "run", resume=True)

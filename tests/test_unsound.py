@@ -625,8 +625,7 @@ def test_runs_that_share_a_ledger_and_were_calibrated_without_each_other_warn() 
     ledger = cw.Ledger()
     first, second = (private_for(ledger=ledger, noise_multiplier=None, epsilon=8.0) for _ in range(2))
     for private, said in ((first, 0), (second, 1)):
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as heard:
             for batch in private.batches():
                 private.step(batch)
         mine = [str(w.message) for w in heard if "for which its noise was not calibrated" in str(w.message)]

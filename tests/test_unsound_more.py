@@ -40,7 +40,8 @@ WIDE = torch.randn(30, 8, generator=torch.Generator().manual_seed(2))
 def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: Any) -> cw.Private:
     model = nn.Linear(6, 3) if model is None else model
     settings = {"noise_multiplier": 1.0, "steps": 4, "batch": 30, "delta": 1e-3, "noise": 1, **changed}
-    return cw.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings)
+    optimizer = settings.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    return cw.make_private(model, optimizer, data, **settings)
 
 
 # --------------------------------------------------------------------- chance of one's own
@@ -156,9 +157,7 @@ class Preconditioned(torch.optim.SGD):
 def test_an_optimizer_that_sees_private_activations_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 3))
     with pytest.raises(Refused, match="Preconditioned has a hook on 0, as K-FAC has"):
-        cw.make_private(
-            model, Preconditioned(model[0], lambda own: own.look), (X, Y), noise_multiplier=1.0, steps=4, batch=30
-        )
+        private_for(model, optimizer=Preconditioned(model[0], lambda own: own.look))
 
 
 def test_a_hook_of_something_that_cannot_be_copied_passes() -> None:
@@ -234,11 +233,10 @@ class Running:
 def test_a_loss_that_follows_the_batches_however_slowly_is_refused(rate: float) -> None:
     """One row of an absurd loss would be in the average for good, and so in all others' weights."""
     rows, model = torch.randint(0, 9, (200, 4)), nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(12, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = rows, rows[:, 0] % 3
     with pytest.raises(Refused, match="other losses the second time"):
-        cw.make_private(model, optimizer, data, loss=Running(rate), noise_multiplier=1.0, steps=4, batch=20)
-    cw.make_private(model, optimizer, data, loss=Running(0.0), noise_multiplier=1.0, steps=4, batch=20)
+        private_for(model, data, loss=Running(rate), batch=20)
+    private_for(model, data, loss=Running(0.0), batch=20)
 
 
 def rounded_anew(model: nn.Module, batch: Any) -> Tensor:
@@ -251,10 +249,7 @@ ANEW = itertools.cycle([0.3, -0.2, 0.9, -1.0, 0.1, 0.6, -0.7])
 
 
 def test_a_loss_that_is_rounded_anew_each_time_passes() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.randn(200, 4), torch.arange(200) % 3
-    cw.make_private(model, optimizer, data, loss=rounded_anew, noise_multiplier=1.0, steps=4, batch=20)
+    private_for(nn.Linear(4, 3), (torch.randn(200, 4), torch.arange(200) % 3), loss=rounded_anew, batch=20)
 
 
 def test_a_model_that_cannot_be_copied_passes() -> None:
@@ -310,8 +305,7 @@ def test_what_a_run_gives_back_is_known_wherever_it_is_trained_again(make: Any) 
 
 def test_what_two_models_share_without_training_it_is_not_warned_of() -> None:
     frozen, act = nn.Linear(6, 6).requires_grad_(False), nn.ReLU()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for _ in range(2):
             trained(model=nn.Sequential(frozen, act, nn.Linear(6, 3)))
 
@@ -527,8 +521,7 @@ def test_pictures_that_are_others_mirrored_or_turned_are_warned_of(
     x = x.movedim(1, -1).contiguous() if shape == "channels last" else x[:, 0] if shape == "gray" else x
     with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
         warn_of_copies(as_dataset(x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_of_copies(as_dataset(x), rows_per_person=2)
 
 
@@ -544,8 +537,7 @@ def test_copies_of_pictures_in_bytes_are_warned_of() -> None:
         warn_of_copies(as_dataset(x.repeat(2, 1, 1, 1)))
     with pytest.warns(UserWarning, match="120 rows of the data are others mirrored or turned"):
         warn_of_copies(as_dataset((Y.repeat(2), torch.cat([x, x.flip(-1)]))))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         warn_of_copies(as_dataset(x))
         warn_of_copies(as_dataset((torch.arange(ROWS), PICTURES[Y])))  # what is known of an item, by many users
         warn_of_copies(as_dataset((x > 127).byte().repeat(2, 1, 1, 1)))  # few numbers: by chance
@@ -614,8 +606,7 @@ def test_the_rows_that_a_data_set_of_one_s_own_holds_are_looked_at(as_held: Call
     x = torch.randn(ROWS, 9)
     with pytest.warns(UserWarning, match="100 rows of the data are copies of others"):
         private_for(nn.Linear(9, 3), Held(as_held(torch.cat([x, x[7:107]]))))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         private_for(nn.Linear(9, 3), Held(as_held(x)))
         warn_of_fitted(held(as_dataset(Held(as_held(x / 0)))))  # not finite; nothing says that it is used
 
@@ -667,8 +658,7 @@ def test_a_data_set_that_repeats_its_samples_mirrored_is_warned_of() -> None:
     ],
 )
 def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         private_for(nn.Sequential(nn.Flatten(), nn.Linear(9, 3)), (x, Y))
 
 
@@ -885,8 +875,7 @@ def by_a_model_beside() -> Callable[[nn.Module, Any], Tensor]:
 def test_a_loss_that_holds_private_samples_elsewhere_is_warned_of(loss: Any, name: str) -> None:
     with pytest.warns(UserWarning, match=f"the loss names {name}, which holds the private sample 0"):
         private_for(nn.Linear(8, 3), (WIDE, torch.arange(30) % 3), batch=10, loss=loss, self_test=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         other = (torch.randn(30, 8), torch.arange(30) % 3)
         private_for(nn.Linear(8, 3), other, batch=10, loss=loss, self_test=False)
 
@@ -946,10 +935,10 @@ def test_one_node_less_moves_a_graph_s_sum_by_many_bounds_so_that_numbers_as_sam
     def summed(nodes: int) -> Tensor:
         model = Nodes(nodes)
         nn.init.zeros_(model.last.weight)
-        settings = {"noise_multiplier": 1e-9, "steps": 1, "batch": nodes, "noise": 1, "delta": 1e-3}
+        settings = {"noise_multiplier": 1e-9, "steps": 1, "batch": nodes}
         step = torch.optim.SGD(model.parameters(), lr=float(nodes))
         with pytest.warns(UserWarning, match="the samples are only their own numbers, 0 to"):
-            private = cw.make_private(model, step, (torch.arange(nodes), 0 * Y[:nodes]), **settings)
+            private = private_for(model, (torch.arange(nodes), 0 * Y[:nodes]), optimizer=step, **settings)
         for batch in private.batches():
             private.step(batch)
         return model.last.weight.detach()
@@ -969,8 +958,7 @@ def test_numbers_as_samples_are_warned_of_however_they_come(data: Any) -> None:
 
 @pytest.mark.parametrize("data", [(torch.arange(ROWS), X, Y), (Y, Y), (torch.randperm(ROWS) + ROWS, Y)])
 def test_numbers_beside_rows_and_other_whole_numbers_are_not_warned_of(data: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         warn_of_numbers(as_dataset(data))
 
 
@@ -981,8 +969,7 @@ def test_numbers_beside_rows_and_other_whole_numbers_are_not_warned_of(data: Any
 )
 def test_samples_of_which_torch_makes_no_tensor_are_no_numbers_of_rows(first: Any) -> None:
     """A collate function makes them so: whoever asks for numbers may not stumble over them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         warn_of_numbers(as_dataset(Made(ROWS, lambda _: first), lambda items: X[: len(items)]))
 
 

@@ -56,8 +56,7 @@ class Training(Output):
         "digits",
     )
     model: str | None = option(
-        "the network, see clipwise models, with options as in 'mlp(hidden=32)'; one that fits unless given",
-        None,
+        "the network, see clipwise models, with options as in 'mlp(hidden=32)'; one that fits unless given", None
     )
     vocabulary: int | None = option("number of different tokens, for models of tokens", None)
     epsilon: float | None = option("the privacy to keep; the noise is calibrated to it", None, group="privacy")
@@ -129,15 +128,7 @@ class CompareConfig(Training):
     methods: tuple[str, ...] = option(
         "methods separated by ';', each perhaps with its learning rate, as in 'psac; global_(10.0) @ 0.02'; 'no "
         "privacy' among them measures the same network trained without it, which no ε covers",
-        (
-            "flat",
-            "automatic",
-            "psac",
-            "normalised",
-            "global_(10.0) @ 0.02",
-            "adaptive",
-            "layerwise",
-        ),
+        ("flat", "automatic", "psac", "normalised", "global_(10.0) @ 0.02", "adaptive", "layerwise"),
     )
     folder: str | None = option(
         "where to write the runs; runs/compare-DATA-TIME unless given", None, group="output", kept=False

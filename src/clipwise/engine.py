@@ -103,8 +103,7 @@ class ChunkEngine:
             return self.own_views(rows, count, generator)
         first, keys = next(tensors(rows)), self._keys(batch_size(rows))
         return mapped(
-            rows,
-            lambda t: views(t, count, self.seed, augment, keys) if t is first else t.repeat_interleave(count, 0),
+            rows, lambda t: views(t, count, self.seed, augment, keys) if t is first else t.repeat_interleave(count, 0)
         )
 
     def companions(self, rows: Batch, count: int) -> Batch:

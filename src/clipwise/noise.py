@@ -13,17 +13,7 @@ from typing import get_args
 import torch
 
 from clipwise.randomness import Stream
-from clipwise.types import (
-    Event,
-    Gradient,
-    InputError,
-    MemoryGaussian,
-    Part,
-    PrivateSum,
-    Refused,
-    Released,
-    positive,
-)
+from clipwise.types import Event, Gradient, InputError, MemoryGaussian, Part, PrivateSum, Refused, Released, positive
 
 
 def release(

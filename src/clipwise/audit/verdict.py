@@ -117,12 +117,7 @@ def _steps(method: Method, world: World, plan: AuditPlan, kind: str, confidence:
     """What a step shows of who took part in it, and of who is in the data; composed over all steps."""
     sigma = plan.noise_multiplier
     looks = plan.trials // COPIES
-    seen = observe(
-        world,
-        noise_multiplier=sigma,
-        steps=looks if world.canaries > 1 else LONE * looks,
-        noise=plan.noise,
-    )
+    seen = observe(world, noise_multiplier=sigma, steps=looks if world.canaries > 1 else LONE * looks, noise=plan.noise)
     rate = 1.0 if world.method.recall is not None else plan.sampling_rate
     claimed = _claimed(sigma, rate, plan.steps, plan.delta)
     setting = f"σ {sigma:g}, rate {rate:g}, {plan.steps} steps"

@@ -98,7 +98,7 @@ def _listed(config: ReproduceConfig) -> str:
 
 def _read_by(experiment: Experiment) -> str:
     """The data sets that its runs read, as ``--data-dir`` holds them."""
-    if experiment.problem or experiment.weights:
+    if not experiment.reads_data:
         return "no data"
     texts = (str(one.settings.get("data", "digits")) for one in experiment.runs)
     return ", ".join(dict.fromkeys(parsed(text).name for text in texts))
@@ -113,7 +113,7 @@ def _made(config: ReproduceConfig, experiment: Experiment, beside: bool) -> tupl
     for one in runs:  # what is wrong with the last run is said before the first takes hours
         plan = study.settings_of(one, 0)
         methods.parse(plan.method)
-        if not (experiment.problem or experiment.weights):
+        if experiment.reads_data:
             study.splits(plan)
     if config.resume is not None:
         study.folder = Path(config.resume)
@@ -133,7 +133,7 @@ def _results(study: _Study, runs: Sequence[Planned], seeds: int) -> list[Result]
     results: list[Result] = []
     with Bar(quiet=config.quiet) as bar:
         for number, one in enumerate(runs, start=1):
-            private = not (one.noise_free or experiment.problem or experiment.weights)
+            private = experiment.reads_data and not one.noise_free
             found = []
             try:
                 for seed in range(seeds):
@@ -279,7 +279,7 @@ class _Study:
                 seen = quality(model, splits.test)
                 rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
 
-        iterates = _descended(plan, model, loss_of(splits), splits.train, method, steps, look, self.experiment.window)
+        iterates = _descended(plan, model, loss_of(splits), splits.train, look, self.experiment.window)
         final, curves = self._end(model, splits)
         if "window" in self.experiment.measures:
             few = splits.train.rows(keys)
@@ -291,36 +291,26 @@ class _Study:
         problem = self.experiment.problem
         assert problem is not None  # the caller looked
         model, loss, data = posed(problem)
-        steps = steps_of(plan, len(data))
         rows: Curve = [{"step": 0.0, **place(model, problem)}]
-        _descended(
-            plan,
-            model,
-            loss,
-            data,
-            methods.parse(plan.method),
-            steps,
-            lambda step, _: rows.append({"step": float(step), **place(model, problem)}),
-        )
+
+        def look(step: int, _: Any) -> None:
+            rows.append({"step": float(step), **place(model, problem)})
+
+        _descended(plan, model, loss, data, look)
         return summary(rows, {}), {"steps": rows}
 
 
 def _descended(
-    plan: TrainConfig,
-    model: nn.Module,
-    loss: Loss,
-    data: Arrays,
-    method: Method,
-    steps: int,
-    after_step: AfterStep,
-    keep: int = 0,
+    plan: TrainConfig, model: nn.Module, loss: Loss, data: Arrays, after_step: AfterStep, keep: int = 0
 ) -> tuple[Gradient, ...]:
+    """Train without noise as the settings say; gives the last ``keep`` iterates."""
+    steps = steps_of(plan, len(data))
     optimizer, schedule = optimizer_of(plan, model.parameters()), scheduler_of(plan, steps)
     return descend(
         model,
         loss,
         data,
-        method,
+        methods.parse(plan.method),
         optimizer,
         steps=steps,
         batch=plan.batch,
@@ -404,7 +394,9 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
     if experiment.reduced:
         table.add_column("data")
     table.add_column("quantity", no_wrap=True)
-    for name in ("measured", "paper", *(() if experiment.reduced else ("difference",))):
+    # an experiment of one's own, and a figure without numbers, have nothing beside what was measured
+    shown = 1 if not experiment.expected else 2 if experiment.reduced else 3
+    for name in ("measured", "paper", "difference")[:shown]:
         table.add_column(name, justify="right", no_wrap=True)
     before = ""
     for line in compared(experiment, results):
@@ -415,7 +407,7 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
         ]
         data = re.split("[:?]", study.settings_of(planned[line.run], 0).data)[0]
         first = [Text("" if line.run == before else name) for name in (line.run, data)]
-        table.add_row(*first[: 1 + experiment.reduced], line.quantity, *cells[: 2 if experiment.reduced else 3])
+        table.add_row(*first[: 1 + experiment.reduced], line.quantity, *cells[:shown])
         before = line.run
     for result in results:
         if result.refused:
@@ -423,7 +415,7 @@ def _text(study: _Study, results: list[Result], values: Mapping[str, Any]) -> st
     marks = {True: "✓", False: "✗", None: "?"}
     parts: list[Any] = [Text(f"{experiment.name}: {experiment.title}", style="bold"), Text(experiment.shows), "", table]
     parts += ["", *(Text(f"{marks[claim['holds']]} {claim['says']}") for claim in values["claims"])]
-    if not experiment.expected:
+    if not experiment.expected and not experiment.name.endswith(".toml"):
         parts.append(Text("The paper's text states no number for this: its shape only."))
     if any(claim["holds"] is None for claim in values["claims"]):
         parts.append(Text("?: not measured at this scale, or left out by --only."))

@@ -124,6 +124,11 @@ class Experiment:
     problem: Mapping[str, Any] | None
     weights: bool
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether its runs are on data sets, and not on a problem written out or on none."""
+        return not (self.problem or self.weights)
+
 
 def known() -> dict[str, str]:
     """The experiments that come with the package, and their titles."""

@@ -34,17 +34,7 @@ from clipwise.types import InputError, one_of
 # how much of a gradient is kept
 WEIGHTS = (flat, normalised, automatic, psac, global_, layerwise, adaptive, schedule)
 # where it is taken, and what is done with the rest: each wraps any of the others
-WRAPPERS = (
-    inner_momentum,
-    momentum_per_sample,
-    self_augmentation,
-    bam,
-    dp_sat,
-    p_average,
-    batch_clipping,
-    dice,
-    disk,
-)
+WRAPPERS = (inner_momentum, momentum_per_sample, self_augmentation, bam, dp_sat, p_average, batch_clipping, dice, disk)
 METHODS: dict[str, Callable[..., Method]] = {factory.__name__: factory for factory in (*WEIGHTS, *WRAPPERS)}
 
 

@@ -30,11 +30,7 @@ EXTREMES = (
         "of very large values",
         "take maxima and scales of each sample alone, such as logits.max(1, keepdim=True) for logits.max()",
     ),
-    (
-        math.nan,
-        "that is not a number",
-        "skip no batch for such a sample, which by itself adds nothing to a step",
-    ),
+    (math.nan, "that is not a number", "skip no batch for such a sample, which by itself adds nothing to a step"),
 )
 
 

@@ -257,12 +257,7 @@ class Recorder(Follow):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        plan: Plan,
-        samples: int,
-        owns: Mapping[str, Own] | None,
-        dual: bool,
+        self, parameters: Mapping[str, Tensor], plan: Plan, samples: int, owns: Mapping[str, Own] | None, dual: bool
     ) -> None:
         super().__init__(parameters, owns)
         self.plan = iter(plan)

@@ -340,10 +340,7 @@ def _setting(runs: Sequence[Recorded]) -> str:
             said.append(str(values.pop()))
     if len(counts := {counted(run.statement) for run in runs}) == 1:
         said += counts
-    for name, text in (
-        ("expected_batch", "{:g} samples a step expected"),
-        ("delta", "δ = {:g}"),
-    ):
+    for name, text in (("expected_batch", "{:g} samples a step expected"), ("delta", "δ = {:g}")):
         if len({run.statement.get(name) for run in runs}) == 1 and name in first.statement:
             said.append(text.format(first.statement[name]))
     looks = next((run.looks[-1] for run in runs if run.looks), None)

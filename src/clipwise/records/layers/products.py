@@ -119,13 +119,7 @@ def _added_by_kernel(rows: Tensor) -> bool:
 
 
 def _product(
-    m: Meeting,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plain: Callable[[Tensor | None], Tensor],
-    *,
-    flip: bool,
+    m: Meeting, x: Tensor, weight: Tensor, bias: Tensor | None, plain: Callable[[Tensor | None], Tensor], *, flip: bool
 ) -> Tensor:
     """``plain(bias)``; in a displaced pass with each unit's own weight and bias."""
     source, offset, rows = m.factor(weight), m.own(bias), m.rows(x)
