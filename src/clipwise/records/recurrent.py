@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# (∂y, y) → ∂y y (1 − y) and ∂y (1 − y²), each in one pass
+sigmoid_backward, tanh_backward = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+
 
 def lstm(ahead: Tensor, h: Tensor, c: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """All hidden states [step, sample, hidden] and the last cell, for gates ``ahead`` [step, sample, 4 hidden]."""
@@ -136,9 +139,10 @@ class _Lstm(torch.autograd.Function):
         gates, before, squashed, weight, *own = ctx.saved_tensors
         d_hs, dc = gradients
         i, f, g, o = gates.chunk(4, 2)
-        through = o * (1 - squashed.square())  # ∂h/∂c
+        through = tanh_backward(o, squashed)  # ∂h/∂c = o (1 − tanh² c)
         # ∂c/∂(i, f, g) and ∂h/∂o before their squashing, for all steps at once: [step, sample, 4, hidden]
-        local = torch.stack([g * i * (1 - i), before * f * (1 - f), i * (1 - g.square()), squashed * o * (1 - o)], 2)
+        at_i, at_f, at_o = sigmoid_backward(g, i), sigmoid_backward(before, f), sigmoid_backward(squashed, o)
+        local = torch.stack([at_i, at_f, tanh_backward(i, g), at_o], 2)
         dh = zeros = torch.zeros_like(d_hs[0])
         for t in range(len(gates) - 1, -1, -1):
             dh = dh + d_hs[t]
@@ -188,8 +192,8 @@ class _Gru(torch.autograd.Function):
         rz, n, inner, states, first, weight, *own = ctx.saved_tensors
         r, z = rz.chunk(2, 2)
         before = torch.cat([first[None], states[:-1]])
-        at_n = (1 - z) * (1 - n.square())  # ∂h/∂n before its squashing
-        local = torch.stack([at_n * inner * r * (1 - r), (before - n) * z * (1 - z), at_n], 2)
+        at_n = tanh_backward(1 - z, n)  # ∂h/∂n before its squashing
+        local = torch.stack([sigmoid_backward(at_n * inner, r), sigmoid_backward(before - n, z), at_n], 2)
         parts = []
         dh = torch.zeros_like(d_hs[0])
         for t in range(len(z) - 1, -1, -1):
