@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -298,6 +299,43 @@ def test_explain_shows_each_weights_form_and_costs() -> None:
     assert len(measured.removeprefix(line).split()) == 2
     assert "vmap" in fast("einsum").explain()
     assert "backward" in fast("LayerNorm").explain()
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from the same inputs, as most transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 10) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)).flatten(1)
+
+
+class LastState(nn.Module):
+    """A recurrent layer whose two weights meet the same gates."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(12, 10, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0][:, -1]
+
+
+@pytest.mark.parametrize(
+    ("make", "pairs"), [(Attention, 1), (partial(LastState, nn.LSTM), 1), (partial(LastState, nn.GRU), 2)]
+)
+def test_weights_with_a_factor_in_common_share_its_gram_matrix(
+    make: Callable[[], nn.Module], pairs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = make().double(), (normal(4, 12), integers(10))
+    expected = oracle.per_sample(model, cross_entropy, batch).norms()
+    found = per_sample(model, cross_entropy, batch)
+    calls: list[Tensor] = []
+    monkeypatch.setattr(kinds.sums, "gram_sq_norm", lambda a, b: calls.append(a) or gram_sq_norm(a, b))
+    assert off({"all": found.norms()}, {"all": expected}) < 1e-10
+    assert len(calls) == pairs  # a GRU's gates are not one sum
 
 
 # ── rounding ────────────────────────────────────────────────────────────────────────────────────────────────────────

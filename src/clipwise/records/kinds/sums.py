@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipwise.records.kernels import outer_gram_sq_norms, outer_totals
+from clipwise.records.kernels import gram_sq_norm, outer_gram_sq_norms, outer_totals
 from clipwise.records.kernels.many import takes
 from clipwise.records.kinds.convolution import Convolution
 from clipwise.records.kinds.dense import Dense
@@ -52,7 +52,13 @@ def sq_norms(records: Sequence[Record]) -> list[Tensor]:
     """What adds up to Σ ‖v_i‖² over all records, [sample]; Gram forms of linear layers by one launch where one can."""
     records, outers = _outers(records)
     outers = {i: outer for i, outer in outers.items() if outer.form.kept == "gram"}
-    parts = [record.sq_norm() for i, record in enumerate(records) if i not in outers]
+    parts, pairs = list[Tensor](), list[tuple[Tensor, Tensor]]()
+    for i, record in enumerate(records):
+        if isinstance(record, Outer) and not record.a.is_cuda and record.form.kept == "gram":
+            pairs.append((record.a, record.b))
+        elif i not in outers:
+            parts.append(record.sq_norm())
+    parts += [gram_sq_norm(a, b) for a, b in _side_by_side(pairs)]
     for places in _alike(outers):
         squares = outer_gram_sq_norms([outers[i].a[:, 0] for i in places], [outers[i].b[:, 0] for i in places])
         if any(isinstance(records[i], Halved) for i in places):
@@ -61,6 +67,20 @@ def sq_norms(records: Sequence[Record]) -> list[Tensor]:
             squares = squares * scales * scales
         parts.append(squares.double().sum(0).to(squares.dtype))
     return parts
+
+
+def _side_by_side(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The same Σ ‖v_i‖² from fewer Gram matrices: weights that have a factor in common are one wider weight.
+
+    A recurrent layer's two weights have the same b; queries, keys and values often have the same a.
+    """
+    for _ in range(2):  # those with the same b; then a and b have changed places
+        alike: dict[Any, tuple[Tensor, list[Tensor]]] = {}
+        for a, b in pairs:
+            where = b.untyped_storage()._cdata, b.storage_offset(), b.shape, b.stride(), b.dtype
+            alike.setdefault(where, (b, []))[1].append(a)
+        pairs = [(b, torch.cat(own, 3) if len(own) > 1 else own[0]) for b, own in alike.values()]
+    return pairs
 
 
 def totals(records: Sequence[Record], weights: Tensor) -> list[Tensor]:
