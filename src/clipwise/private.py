@@ -127,8 +127,7 @@ class Private:
         self._earlier = earlier
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
-        self._tested: set[Modes] = set()  # those that were self-tested
-        self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
+        self._tested: dict[Modes, set[str]] = {}  # those that were self-tested, and the buffers that passes wrote to
         self._draws = SecretDraws(self.model, self.data)
         self._warned_of_lost = False
         self._warned_of = trained_by(self.model)  # the other run's ledger: make_private has warned of it
@@ -450,8 +449,8 @@ class Private:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
                 phases = {phase.probe: phase for phase in self.method.phases}.values()
-                self._writes[mode] = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
-            self._tested.add(mode)
+                written = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
+            self._tested[mode] = written  # only now: a model that cannot be restored is refused too
 
     def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
         """Repeat the self-test where the step wrote to buffers that no pass of it wrote to, as late statistics do.
@@ -461,15 +460,15 @@ class Private:
         if self._mode not in self._tested:
             return
         written = buffers.written()
-        if written - self._writes[self._mode]:
+        if written - self._tested[self._mode]:
             buffers.put_back()
-            self._tested.remove(self._mode)
+            del self._tested[self._mode]
             try:
                 self.test_mode(trained)
             except Refused:
                 buffers.remove_new()
                 raise
-            self._writes[self._mode] |= written
+            self._tested[self._mode] |= written
 
     @functools.cached_property
     def fingerprint(self) -> Tensor:
