@@ -96,7 +96,6 @@ class Private:
         delta: float,
         steps: int,
         stream: Stream,
-        ledger: Ledger,
         accountant: str,
         rows_per_person: int,
         self_tested: bool,
@@ -105,11 +104,11 @@ class Private:
     ) -> None:
         """Use ``make_private``, which checks and fills in what is missing."""
         self.model, self.optimizer, self.data = passes.model, optimizer, passes.data
-        self._passes, self._method, self.ledger = passes, method, ledger
+        self._passes, self._method, self.ledger = passes, method, Ledger()
         self.steps, self._taken = steps, 0
         self.delta, self.accountant, self.rows_per_person = delta, accountant, rows_per_person
         self._target = target  # the ε that the noise was calibrated for
-        self._counted = ledger.releases  # as this run knows its ledger
+        self._counted = 0  # releases, as this run knows its ledger
         self.expected_batch = passes.expected_batch
         self.noise_multiplier, self.sampling_rate = noise_multiplier, self.expected_batch / len(self.data)
         self.dice = DicePlan.of(method, self.expected_batch, len(self.data))

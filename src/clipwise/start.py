@@ -198,7 +198,6 @@ def make_private(
         delta=delta,
         steps=count,
         stream=stream,
-        ledger=Ledger() if ledger is None else ledger,
         accountant=accountant,
         rows_per_person=rows_per_person,
         self_tested=self_test,
@@ -206,8 +205,9 @@ def make_private(
         earlier=earlier,
     )
     private.test_mode(parameters)
-    private.ledger.extend(added)  # last: a run that was refused, and is made again, counts it once
-    private.record_in(private.ledger)
+    book = Ledger() if ledger is None else ledger
+    book.extend(added)  # last: a run that was refused, and is made again, counts it once
+    private.record_in(book)
     return private
 
 
