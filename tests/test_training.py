@@ -24,6 +24,7 @@ from clipwise.diagnostics import Monitor
 from clipwise.plain import rounded_up
 from clipwise.report import RunFolder
 from clipwise.types import InputError, PoissonGaussian, Refused
+from made import Made
 
 ROWS = 40
 GENERATOR = torch.Generator().manual_seed(0)
@@ -715,14 +716,8 @@ def test_dict_batches_train() -> None:
 
 
 def test_a_map_style_dataset_trains_like_its_tensors() -> None:
-    class Rows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, i: int) -> Any:
-            return X[i], Y[i]
-
-    assert torch.equal(theta(trained(data=Rows(), self_test=True).model), theta(trained().model))
+    rows = Made(ROWS, lambda i: (X[i], Y[i]))
+    assert torch.equal(theta(trained(data=rows, self_test=True).model), theta(trained().model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
