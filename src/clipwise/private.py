@@ -25,7 +25,6 @@ from clipwise.draws import SecretDraws
 from clipwise.engine import ChunkEngine
 from clipwise.guard import Guarded
 from clipwise.methods import Method
-from clipwise.methods.method import Probe
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState, fingerprint
 from clipwise.postprocess import Post
@@ -48,11 +47,6 @@ FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant "
     "rows_per_person post".split()
 )
-
-
-def _probes(method: Method) -> set[Probe | None]:
-    """Where a method takes gradients, now and in its later phases."""
-    return {phase.probe for phase in method.phases}
 
 
 @dataclass(frozen=True)
@@ -156,7 +150,7 @@ class Private:
         before = str(self._method)
         ranks.check_method(method)
         check_weights(method, trainable(self.model))
-        if _probes(method) - _probes(self._method):
+        if {phase.probe for phase in method.phases} - {phase.probe for phase in self._method.phases}:
             self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
