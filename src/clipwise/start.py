@@ -167,9 +167,7 @@ def make_private(
     recorded = functools.partial(planned, plan, sampling_rate=rate, steps=count)  # by so much noise
     for event, _ in recorded(asked):
         cost(event, rows_per_person)  # refuse now what has no proof, also where nothing is calibrated
-    sigma = asked
-    if epsilon is not None:
-        sigma = _calibrated(recorded, asked, earlier, delta, accountant, rows_per_person)
+    sigma = asked if epsilon is None else _calibrated(recorded, asked, earlier, delta, accountant, rows_per_person)
     if ranks.count() > 1:
         few = torch.tensor([0, rows // 2, rows - 1], device="cpu")
         same = {
