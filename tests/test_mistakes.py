@@ -19,6 +19,7 @@ from clipwise.methods import METHODS, Method, parse
 from clipwise.methods.method import Count
 from clipwise.refusals import check_weights
 from clipwise.types import InputError, Refused
+from made import Made
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.arange(40) % 3
@@ -333,14 +334,8 @@ def test_a_model_that_diverged_is_warned_of_once() -> None:
 
 
 def test_samples_that_are_lost_are_warned_of_where_they_are_most() -> None:
-    class Holes(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return 40
-
-        def __getitem__(self, i: int) -> Any:
-            return X[i] * (1 if i < 4 else float("nan")), Y[i]
-
-    private = begun(data=Holes(), batch=40, self_test=False)
+    holes = Made(40, lambda i: (X[i] * (1 if i < 4 else float("nan")), Y[i]))
+    private = begun(data=holes, batch=40, self_test=False)
     with pytest.warns(UserWarning, match="in step 1 36 of 40 samples had no finite gradient and added nothing") as said:
         private.step(next(private.batches()))
     assert said[0].filename == __file__  # the user's own line

@@ -82,8 +82,9 @@ def test_mistakes_are_said_before_the_noise_is_calibrated(
         raise AssertionError("calibrated before the mistake was said")
 
     monkeypatch.setattr(start, "_calibrated", calibrated)
-    with pytest.raises((InputError, Refused), match=re.escape(message)):
+    with pytest.raises((InputError, Refused), match=re.escape(message)) as caught:
         begun(**{"noise_multiplier": None, "epsilon": 3.0, **changed})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_later_phase_that_does_not_go_with_the_model_is_an_error_before_anything_is_released() -> None:

@@ -21,6 +21,7 @@ from clipwise.records import from_dense
 from clipwise.sampling import poisson
 from clipwise.step import EACH, MARGIN, fed_back, private_sum
 from clipwise.types import InputError, PoissonGaussian, Refused
+from made import Made
 
 ROWS, SEED = 50, 5
 
@@ -372,18 +373,13 @@ def test_an_optimizer_that_fails_leaves_no_gradient_and_the_method_of_the_next_s
 
 
 def test_a_sample_that_comes_in_several_rows_is_refused() -> None:
-    class Crops(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, i: int) -> Any:
-            return data()[0][i].expand(3, 4), data()[1][i].expand(3)
+    crops = Made(ROWS, lambda i: (data()[0][i].expand(3, 4), data()[1][i].expand(3)))
 
     def together(samples: list[Any]) -> Any:  # each of a sample's three rows would be clipped by itself
         return tuple(torch.cat(column) for column in zip(*samples, strict=True))
 
     def one_step() -> None:
-        private = private_for(mlp(), samples=Crops(), collate=together, self_test=True)
+        private = private_for(mlp(), samples=crops, collate=together, self_test=True)
         private.step(next(private.batches()))
 
     with pytest.raises(InputError, match="row"):

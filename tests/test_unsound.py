@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 import clipwise as cw
 from clipwise.methods import Count
@@ -28,6 +27,7 @@ from clipwise.records import trainable
 from clipwise.records.chance import generators, seeded
 from clipwise.step import EACH, private_sum
 from clipwise.types import Batch, Gaussian, InputError, PoissonGaussian, Refused
+from made import Made
 
 ROWS = 12
 X = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
@@ -51,8 +51,7 @@ def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: A
 
 def sum_of(x: Tensor, **how: Any) -> Tensor:
     """The sum of one step in which all take part, all but without noise."""
-    data = (x, Y) if not isinstance(x, Dataset) else x
-    private = private_for(data=data, loss=total, batch=ROWS, noise_multiplier=1e-9, **how)
+    private = private_for(data=(x, Y), loss=total, batch=ROWS, noise_multiplier=1e-9, **how)
     private.step(next(private.batches()))
     assert private.state.released is not None
     return ROWS * torch.cat([g.flatten() for g in private.state.released.values()])
@@ -155,19 +154,6 @@ def test_one_view_of_each_sample_is_another_one_in_every_step() -> None:
     assert len(set(seen)) == private.steps
 
 
-class Centred(Dataset[Any]):
-    """Samples that ``collate`` moves by their batch's mean."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.x[index], 0
-
-
 def centred(items: list[Any]) -> Batch:
     x = torch.stack([item for item, _ in items])
     return x - x.mean(0), torch.zeros(len(x), dtype=torch.long)
@@ -175,23 +161,18 @@ def centred(items: list[Any]) -> Batch:
 
 def test_a_collate_function_that_mixes_samples_is_refused() -> None:
     with pytest.raises(Refused, match="collate"):
-        private_for(data=Centred(X), collate=centred)
+        private_for(data=Made(ROWS, lambda i: (X[i], 0)), collate=centred)
 
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_what_dropout_and_data_draw_follows_the_run_s_generator_and_not_torch_s_seed(seed: int | None) -> None:
-    class Drawn(Dataset[Any]):
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
-            return X[place] + float(np.random.random()) + random.random() + torch.rand(()), Y[place]
+    drawn = Made(ROWS, lambda i: (X[i] + float(np.random.random()) + random.random() + torch.rand(()), Y[i]))
 
     def released(noise: int | str) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2, bias=False))
         given = {"noise_multiplier": 1e-9, "batch": ROWS, "loss": total, "self_test": False, "noise": noise}
-        private = private_for(model, Drawn(), **given)
+        private = private_for(model, drawn, **given)
         if seed is not None:
             seeded(seed)
         before = generators()
@@ -295,11 +276,7 @@ def test_runs_in_two_threads_do_not_put_back_what_the_other_has_seeded() -> None
 
 
 def test_a_data_set_that_draws_at_random_is_not_taken_for_one_that_mixes() -> None:
-    class Noisy(Centred):
-        def __getitem__(self, index: int) -> Any:
-            return self.x[index] + torch.randn(3), 0
-
-    private_for(data=Noisy(X))
+    private_for(data=Made(ROWS, lambda i: (X[i] + torch.randn(3), 0)))
 
 
 @pytest.mark.parametrize(
@@ -309,18 +286,13 @@ def test_a_data_set_that_is_shuffled_on_the_way_is_refused_where_a_sample_is_kno
     method: str, batch: int
 ) -> None:
     # in blocks of three steps, each of which pays for one draw, a sample that moved was drawn three times
-    class Shuffled(Centred):
-        def __init__(self) -> None:
-            super().__init__(X)
-            self.x = X.clone()
-
     for chosen, refused in ((method, True), ("flat()", False)):
-        data = Shuffled()
+        data = Made(ROWS, lambda i: (X[i], 0))
         private = private_for(data=data, method=chosen, batch=batch)
         batches = private.batches()
         private.step(next(batches))
         private.step(next(batches))
-        data.x = data.x.roll(1, 0)
+        data.make = lambda i: (X[i - 1], 0)
         with pytest.raises(Refused, match="shuffle nothing") if refused else nullcontext():
             private.step(next(batches))
 

@@ -19,13 +19,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 import clipwise as cw
 from clipwise import self_test
 from clipwise.records.extremes import refuse_extremes
 from clipwise.records.states import modes
 from clipwise.types import InputError, Refused
+from made import Made
 
 ROWS = 120
 X = 3 * torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
@@ -45,24 +46,20 @@ def dropping() -> nn.Module:
 # --------------------------------------------------------------------- seeds
 
 
-class Rows(Dataset[Any]):
+def samples(before: Callable[[int], Any] = lambda _: None) -> Made:
     """The samples, after ``before`` was called with their number."""
 
-    def __init__(self, before: Callable[[int], Any]) -> None:
-        self.before = before
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.before(index)
+    def make(index: int) -> tuple[Tensor, Tensor]:
+        before(index)
         return X[index], Y[index]
+
+    return Made(ROWS, make)
 
 
 @pytest.mark.parametrize("seed", [torch.manual_seed, np.random.seed, random.seed])
 def test_a_data_set_that_seeds_a_generator_is_refused(seed: Any) -> None:
     with pytest.raises(Refused, match=r"data set or collate seeds a generator .*Generator\(\)\.manual_seed"):
-        private_for(dropping(), Rows(seed))
+        private_for(dropping(), samples(seed))
 
 
 def test_a_collate_function_that_seeds_a_generator_is_refused() -> None:
@@ -74,7 +71,7 @@ def test_a_collate_function_that_seeds_a_generator_is_refused() -> None:
         return x * (torch.rand(x.shape) > 0.5), y
 
     with pytest.raises(Refused, match="data set or collate seeds a generator"):
-        private_for(data=Rows(lambda _: None), collate=masked)
+        private_for(data=samples(), collate=masked)
 
 
 @pytest.mark.parametrize("seed", [torch.manual_seed, np.random.seed, random.seed])
@@ -108,7 +105,7 @@ def and_puts_it_back(index: int) -> None:
 
 @pytest.mark.parametrize("before", [of_its_own, as_images_and_masks_are_augmented_alike, and_puts_it_back])
 def test_a_data_set_whose_seeds_are_its_own_or_drawn_passes(before: Any) -> None:
-    private_for(dropping(), Rows(before))
+    private_for(dropping(), samples(before))
 
 
 # --------------------------------------------------------------------- what is tested again
@@ -563,7 +560,7 @@ def test_a_buffer_that_counts_only_later_is_no_statistic() -> None:
 
 @pytest.mark.parametrize("name", ["collate", "dataset"])
 def test_what_reads_the_samples_cannot_be_exchanged_later(name: str) -> None:
-    private = private_for(data=Rows(lambda _: None))
+    private = private_for(data=samples())
     with pytest.raises(Refused, match=rf"{name} is fixed .* spent=private\.ledger"):
         setattr(private.data, name, getattr(private.data, name))
 

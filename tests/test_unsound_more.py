@@ -30,6 +30,7 @@ from clipwise.data.parts import warn_of_parts
 from clipwise.records.chance import seeded
 from clipwise.report import read
 from clipwise.types import InputError, Refused
+from made import Made
 
 ROWS = 120
 X = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
@@ -47,17 +48,12 @@ def private_for(model: nn.Module | None = None, data: Any = (X, Y), **changed: A
 # --------------------------------------------------------------------- chance of one's own
 
 
-class Noisy(Dataset[Any]):
-    """Samples with a little noise, drawn as ``draw`` says."""
+def labelled(samples: int, make: Callable[[int], Any]) -> Made:
+    return Made(samples, lambda i: (make(i), Y[i % ROWS]))
 
-    def __init__(self, draw: Callable[[], float]) -> None:
-        self.draw = draw
 
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return X[index] + self.draw(), Y[index]
+def noisy(draw: Callable[[], float]) -> Made:
+    return labelled(ROWS, lambda i: X[i] + draw())
 
 
 def of_numpy() -> Callable[[], float]:
@@ -76,12 +72,12 @@ def of_python() -> Callable[[], float]:
 @pytest.mark.parametrize("make", [of_numpy, of_torch, of_python])
 def test_a_data_set_that_draws_from_a_generator_of_its_own_is_refused(make: Any) -> None:
     with pytest.raises(Refused, match="generator of its own"):
-        private_for(data=Noisy(make()))
+        private_for(data=noisy(make()))
 
 
 @pytest.mark.parametrize("draw", [np.random.random, lambda: float(torch.rand(())), random.random, lambda: 0.0])
 def test_a_data_set_that_draws_from_the_generators_that_a_step_seeds_passes(draw: Any) -> None:
-    private_for(data=Noisy(draw))
+    private_for(data=noisy(draw))
 
 
 def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_refused() -> None:
@@ -92,7 +88,7 @@ def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_refused() 
         return x + draw() * x.roll(1, 0), y
 
     with pytest.raises(Refused, match="generator of its own"):
-        private_for(data=Noisy(lambda: 0.0), collate=mixed)
+        private_for(data=noisy(lambda: 0.0), collate=mixed)
 
 
 # --------------------------------------------------------------------- what is kept beside buffers
@@ -644,7 +640,7 @@ def test_data_that_were_scaled_by_constants_or_row_by_row_are_not_warned_of(
 def test_a_data_set_that_repeats_its_samples_mirrored_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="sample 60 of the data is sample 0 again, .* mirrored"):
         refuse_shared(
-            as_dataset(Made(ROWS, lambda i: PICTURES[i % 60].flip(-1) if i >= 60 else 1 * PICTURES[i])), seeded
+            as_dataset(labelled(ROWS, lambda i: PICTURES[i % 60].flip(-1) if i >= 60 else 1 * PICTURES[i])), seeded
         )
 
 
@@ -662,19 +658,6 @@ def test_rows_that_may_be_alike_by_chance_are_not_warned_of(x: Tensor) -> None:
         private_for(nn.Sequential(nn.Flatten(), nn.Linear(9, 3)), (x, Y))
 
 
-class Made(Dataset[Any]):
-    """So many samples, each made of its number."""
-
-    def __init__(self, samples: int, make: Callable[[int], Tensor | np.ndarray[Any, Any]]) -> None:
-        self.samples, self.make = samples, make
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index), Y[index % ROWS]
-
-
 SERIES = torch.randn(6 * ROWS, generator=torch.Generator().manual_seed(1))
 
 
@@ -687,7 +670,7 @@ def read_only() -> Any:
 @pytest.mark.parametrize("series", [SERIES, read_only()])
 def test_a_data_set_of_windows_that_slide_over_a_series_is_refused(series: Any) -> None:
     with pytest.raises(Refused, match="samples of this data set share entries"):
-        private_for(data=Made(ROWS, lambda i: series[2 * i : 2 * i + 6]))
+        private_for(data=labelled(ROWS, lambda i: series[2 * i : 2 * i + 6]))
 
 
 def window(i: int) -> Tensor:
@@ -701,11 +684,11 @@ def partner(i: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Made(ROWS, window), "if windows slide over a series"),
-        (Made(ROWS, lambda i: window(4 * i).reshape(6, 2)), "if windows slide over a series"),
-        (Subset(Made(ROWS, window), torch.randperm(ROWS).tolist()), "if windows slide over a series"),
+        (labelled(ROWS, window), "if windows slide over a series"),
+        (labelled(ROWS, lambda i: window(4 * i).reshape(6, 2)), "if windows slide over a series"),
+        (Subset(labelled(ROWS, window), torch.randperm(ROWS).tolist()), "if windows slide over a series"),
         ((torch.stack([window(i) for i in range(ROWS)]), Y), "if windows slide over a series"),
-        (Made(30, partner), "in pairs or triplets of samples"),
+        (labelled(30, partner), "in pairs or triplets of samples"),
         ((WIDE, WIDE.roll(-1, 0), Y[:30]), "in pairs or triplets of samples"),
     ],
 )
@@ -718,8 +701,8 @@ def test_samples_that_hold_copies_of_what_others_hold_are_warned_of(data: Any, s
 @pytest.mark.parametrize(
     "data",
     [
-        Made(ROWS, lambda i: window(12 * (i % 50))),  # one after another, and later again
-        Made(30, lambda i: {"x": WIDE[i], "same": WIDE[i], "map": SERIES}),
+        labelled(ROWS, lambda i: window(12 * (i % 50))),  # one after another, and later again
+        labelled(30, lambda i: {"x": WIDE[i], "same": WIDE[i], "map": SERIES}),
         (torch.zeros(ROWS, 12), Y),
         (torch.eye(16)[torch.arange(ROWS) % 16], Y),
         (torch.randn(30, 3, 8, 8), torch.randn(30, 8)),
@@ -734,26 +717,12 @@ def test_samples_without_parts_of_others_are_not_warned_of(data: Any, recwarn: p
     assert not recwarn.list
 
 
-class Drawn(Dataset[Any]):
-    """Any sample, whatever number is asked for."""
-
-    def __init__(self, draw: Callable[[], int]) -> None:
-        self.draw = draw
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> Any:
-        chosen = self.draw()
-        return X[chosen], Y[chosen]
-
-
 @pytest.mark.parametrize("draw", [lambda: int(torch.randint(ROWS, ())), lambda: random.randrange(ROWS)])
 def test_a_data_set_whose_samples_are_drawn_whatever_their_number_is_refused(draw: Any) -> None:
     """As random windows of one text; a part of sample i that is drawn at random passes."""
     with pytest.raises(Refused, match="is whatever its generator draws, and so is every other"):
-        private_for(data=Drawn(draw))
-    private_for(data=Made(ROWS, lambda i: X[i].roll(draw())))
+        private_for(data=Made(ROWS, lambda _: (X[i := draw()], Y[i])))  # whatever number is asked for
+    private_for(data=labelled(ROWS, lambda i: X[i].roll(draw())))
 
 
 COLUMNS = SERIES.reshape(6, ROWS)
@@ -764,7 +733,7 @@ COLUMNS = SERIES.reshape(6, ROWS)
     [lambda i: SERIES[6 * i : 6 * i + 6], lambda i: COLUMNS[:, i], lambda i: {"x": X[i], "edges": SERIES}["x"]],
 )
 def test_samples_of_a_data_set_that_lie_apart_pass(make: Any, recwarn: pytest.WarningsRecorder) -> None:
-    private_for(data=Made(ROWS, make))
+    private_for(data=labelled(ROWS, make))
     assert not [w for w in recwarn if "again" in str(w.message)]
 
 
@@ -776,7 +745,7 @@ def test_samples_that_only_collate_makes_plain_tensors_of_pass(make: Any) -> Non
     def plain(x: Any) -> Tensor:
         return x.to_dense() if isinstance(x, Tensor) else torch.from_numpy(x.astype(np.float32))
 
-    private_for(data=Made(ROWS, make), collate=lambda items: default_collate([(plain(x), y) for x, y in items]))
+    private_for(data=labelled(ROWS, make), collate=lambda items: default_collate([(plain(x), y) for x, y in items]))
 
 
 def shaken(index: int) -> Tensor:
@@ -787,7 +756,7 @@ def shaken(index: int) -> Tensor:
 @pytest.mark.parametrize("make", [WIDE.__getitem__, shaken])
 def test_a_data_set_that_repeats_its_samples_is_warned_of(which: Any, make: Any) -> None:
     with pytest.warns(UserWarning, match="is sample 0 again"):
-        private_for(nn.Linear(8, 3), Made(ROWS, lambda i: make(which(i))))
+        private_for(nn.Linear(8, 3), labelled(ROWS, lambda i: make(which(i))))
 
 
 # --------------------------------------------------------------------- rows that are not where a run looks for them
@@ -970,7 +939,7 @@ def test_numbers_beside_rows_and_other_whole_numbers_are_not_warned_of(data: Any
 def test_samples_of_which_torch_makes_no_tensor_are_no_numbers_of_rows(first: Any) -> None:
     """A collate function makes them so: whoever asks for numbers may not stumble over them."""
     with warnings.catch_warnings(action="error", category=UserWarning):
-        warn_of_numbers(as_dataset(Made(ROWS, lambda _: first), lambda items: X[: len(items)]))
+        warn_of_numbers(as_dataset(labelled(ROWS, lambda _: first), lambda items: X[: len(items)]))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")

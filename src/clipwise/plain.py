@@ -1,8 +1,8 @@
 """How values are written: for programs as JSON, which has no NaN and no infinity; for people in few digits.
 
 Receives: numbers, texts, lists and mappings.
-Gives: plain, the same with null for what JSON does not have; as_json, its text; four_digits, a number
-for people; rounded_up, an ε for people; reason, an error.
+Gives: plain, the same with null for what JSON does not have; as_json, its text; with_nan, the way back;
+four_digits, a number for people; rounded_up, an ε for people; reason, an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_nan(value: Any) -> Any:
+    """The value with NaN in the place of null: what is not finite has no other name in JSON."""
+    if isinstance(value, dict):
+        return {key: with_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_nan(item) for item in value]
+    return math.nan if value is None else value
 
 
 def as_json(value: Any, indent: int | None = 2) -> str:

@@ -1,6 +1,6 @@
 """A model under private training, for a loop of your own: sampling → step → release → ledger → optimizer.
 
-Receives: a model, a loss that gives one value per sample, data, a method and a privacy budget.
+Receives: what goes through the model, an optimizer, a method, and what was decided of noise, steps and accounting.
 Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` checks everything and makes one.
 """
 
@@ -14,26 +14,23 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from clipwise import ranks, self_test
 from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.ledger import totals
-from clipwise.data import RowDataset
 from clipwise.draws import SecretDraws
-from clipwise.engine import ChunkEngine, Views
+from clipwise.engine import ChunkEngine
 from clipwise.guard import Guarded
 from clipwise.methods import Method
-from clipwise.methods.method import Probe
 from clipwise.noise import release
 from clipwise.passes import AT_START, Passes, PublicState, fingerprint
 from clipwise.postprocess import Post
 from clipwise.randomness import Stream
-from clipwise.records import Capture, Loss, SampleGradients, trainable, widest
+from clipwise.records import SampleGradients, trainable, widest
 from clipwise.records.checks import refuse_modules
-from clipwise.records.compiled import CompiledCapture
 from clipwise.records.states import Buffers, Modes, modes, restored
 from clipwise.records.switches import switches
 from clipwise.records.tf32 import full_on_cpu
@@ -50,11 +47,6 @@ FIXED = frozenset(
     "model optimizer data steps noise_multiplier sampling_rate expected_batch dice ledger delta accountant "
     "rows_per_person post".split()
 )
-
-
-def _probes(method: Method) -> set[Probe | None]:
-    """Where a method takes gradients, now and in its later phases."""
-    return {phase.probe for phase in method.phases}
 
 
 @dataclass(frozen=True)
@@ -89,45 +81,34 @@ class Private:
 
     def __init__(
         self,
-        model: nn.Module,
+        passes: Passes,
         optimizer: Optimizer,
-        data: RowDataset,
         *,
-        loss: Loss,
         method: Method,
         noise_multiplier: float,
         target: float | None,
         delta: float,
         steps: int,
-        expected_batch: float,
-        chunk: int,
         stream: Stream,
-        ledger: Ledger,
         accountant: str,
         rows_per_person: int,
         self_tested: bool,
-        compile: bool,
         post: Post,
-        views: Views | None,
-        public: Tensor | None,
         earlier: Sequence[tuple[Event, int]],
     ) -> None:
         """Use ``make_private``, which checks and fills in what is missing."""
-        self.model, self.optimizer, self.data = model, optimizer, data
-        self._method, self.ledger = method, ledger
+        self.model, self.optimizer, self.data = passes.model, optimizer, passes.data
+        self._passes, self._method, self.ledger = passes, method, Ledger()
         self.steps, self._taken = steps, 0
         self.delta, self.accountant, self.rows_per_person = delta, accountant, rows_per_person
         self._target = target  # the ε that the noise was calibrated for
-        self._counted = ledger.releases  # as this run knows its ledger
-        self.expected_batch = expected_batch
-        self.noise_multiplier, self.sampling_rate = noise_multiplier, expected_batch / len(data)
-        self.dice = DicePlan.of(method, expected_batch, len(data))
+        self._counted = 0  # releases, as this run knows its ledger
+        self.expected_batch = passes.expected_batch
+        self.noise_multiplier, self.sampling_rate = noise_multiplier, self.expected_batch / len(self.data)
+        self.dice = DicePlan.of(method, self.expected_batch, len(self.data))
         self._begun = 0  # the step that began the first block of a memory in blocks
         self.observed: Observed | None = None  # of the last step; not private
         self.fallbacks: tuple[str, ...] = ()
-        groups = [block.names for block in method.blocks(tuple(trainable(model)))]
-        fast = CompiledCapture(model, loss, chunk, groups) if compile else None
-        self._passes = Passes(Capture(model, loss), data, expected_batch, chunk, fast, views, public)
         self.post = post
         self._stream, self._self_tested = stream, self_tested
         self._state = AT_START
@@ -139,11 +120,10 @@ class Private:
         self._earlier = earlier
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
-        self._tested: set[Modes] = set()  # those that were self-tested
-        self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
-        self._draws = SecretDraws(model, data)
+        self._tested: dict[Modes, set[str]] = {}  # those that were self-tested, and the buffers that passes wrote to
+        self._draws = SecretDraws(self.model, self.data)
         self._warned_of_lost = False
-        self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
+        self._warned_of = trained_by(self.model)  # the other run's ledger: make_private has warned of it
         self._guarded = Guarded(optimizer)
         self._few = self._of_few()
 
@@ -170,7 +150,7 @@ class Private:
         before = str(self._method)
         ranks.check_method(method)
         check_weights(method, trainable(self.model))
-        if _probes(method) - _probes(self._method):
+        if {phase.probe for phase in method.phases} - {phase.probe for phase in self._method.phases}:
             self._tested.clear()  # it takes gradients elsewhere, now or later
         self._go_on_with(method)
         if str(method) != before:  # exchanged by the user: the statement names all that were used
@@ -462,8 +442,8 @@ class Private:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
                 phases = {phase.probe: phase for phase in self.method.phases}.values()
-                self._writes[mode] = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
-            self._tested.add(mode)
+                written = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
+            self._tested[mode] = written  # only now: a model that cannot be restored is refused too
 
     def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:
         """Repeat the self-test where the step wrote to buffers that no pass of it wrote to, as late statistics do.
@@ -473,19 +453,15 @@ class Private:
         if self._mode not in self._tested:
             return
         written = buffers.written()
-        if written - self._writes[self._mode]:
+        if written - self._tested[self._mode]:
             buffers.put_back()
-            self._tested.remove(self._mode)
+            del self._tested[self._mode]
             try:
                 self.test_mode(trained)
             except Refused:
                 buffers.remove_new()
                 raise
-            self._writes[self._mode] |= written
-
-    def fit_chunk(self) -> None:
-        """As many rows at a time as the GPU's memory holds, at most a batch; a processor keeps to small chunks."""
-        self._passes.fit_chunk(self.method)
+            self._tested[self._mode] |= written
 
     @functools.cached_property
     def fingerprint(self) -> Tensor:

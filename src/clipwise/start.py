@@ -39,13 +39,14 @@ from clipwise.data.parts import warn_of_parts
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
-from clipwise.passes import fingerprint
+from clipwise.passes import Passes, fingerprint
 from clipwise.plain import rounded_up
 from clipwise.postprocess import Post, identity
 from clipwise.private import Private
 from clipwise.randomness import stream_of
-from clipwise.records import Loss
+from clipwise.records import Capture, Loss
 from clipwise.records.chance import kept, seeded
+from clipwise.records.compiled import CompiledCapture
 from clipwise.refusals import check_model, check_weights, try_loss
 from clipwise.sampling import CHUNK, largest_batch
 from clipwise.trained import trained_elsewhere
@@ -166,9 +167,7 @@ def make_private(
     recorded = functools.partial(planned, plan, sampling_rate=rate, steps=count)  # by so much noise
     for event, _ in recorded(asked):
         cost(event, rows_per_person)  # refuse now what has no proof, also where nothing is calibrated
-    sigma = asked
-    if epsilon is not None:
-        sigma = _calibrated(recorded, asked, earlier, delta, accountant, rows_per_person)
+    sigma = asked if epsilon is None else _calibrated(recorded, asked, earlier, delta, accountant, rows_per_person)
     if ranks.count() > 1:
         few = torch.tensor([0, rows // 2, rows - 1], device="cpu")
         same = {
@@ -183,34 +182,30 @@ def make_private(
             "post": str(after),
         }
         stream = ranks.begin(model, stream, same)
+    groups = [block.names for block in chosen.blocks(tuple(parameters))]
+    fast = CompiledCapture(model, loss, size, groups) if compile else None
+    passes = Passes(Capture(model, loss), dataset, float(batch), size, fast, views, public)
+    if chunk == "auto" or (chunk is None and not compile):
+        passes.fit_chunk(chosen)  # before the self-test, which looks at as many samples as a chunk holds
     private = Private(
-        model,
+        passes,
         optimizer,
-        dataset,
-        loss=loss,
         method=chosen,
         noise_multiplier=sigma,
         target=epsilon,
         delta=delta,
         steps=count,
-        expected_batch=float(batch),
-        chunk=size,
         stream=stream,
-        ledger=Ledger() if ledger is None else ledger,
         accountant=accountant,
         rows_per_person=rows_per_person,
         self_tested=self_test,
-        compile=compile,
         post=after,
-        views=views,
-        public=public,
         earlier=earlier,
     )
-    if chunk == "auto" or (chunk is None and not compile):
-        private.fit_chunk()  # before the self-test, which looks at as many samples as a chunk holds
     private.test_mode(parameters)
-    private.ledger.extend(added)  # last: a run that was refused, and is made again, counts it once
-    private.record_in(private.ledger)
+    book = Ledger() if ledger is None else ledger
+    book.extend(added)  # last: a run that was refused, and is made again, counts it once
+    private.record_in(book)
     return private
 
 

@@ -132,7 +132,7 @@ def train(
         writer()  # it must be installed
     if resume:
         forget_trained(model)  # by the run that goes on, whose ledger counts
-    private = make_private(model, chosen, data, loss=loss, ledger=Ledger(), **privacy)
+    private = make_private(model, chosen, data, loss=loss, **privacy)
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and any(phase.companions for phase in private.method.phases):
         raise InputError(

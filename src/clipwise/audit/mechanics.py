@@ -44,6 +44,8 @@ def mechanics(
     method: Method, *, noise_multiplier: float, steps: int, confidence: float, noise: str | int
 ) -> tuple[Check, ...]:
     """Run the method on samples without any gradient, and look at what it draws."""
+    from scipy.stats import norm
+
     world = saturating(method, 1, COORDINATES)
     full = world.rate == 1
     turns = groups(method)
@@ -68,7 +70,7 @@ def mechanics(
         *_deviation("noise of the count", np.array(counts)),
         *sampling_checks(there, _rates(private, steps), turns),
     ]
-    limit = _deviations(1 - (1 - confidence) / len(found))
+    limit = float(norm.isf((1 - confidence) / len(found) / 2))  # on either side, and all checks share what is left
     return tuple(Check(name, m, e, d, abs(d) <= limit) for name, m, e, d in found)
 
 
@@ -166,9 +168,3 @@ def _rates(private: Private, steps: int) -> Array:
             own = np.arange(size) % plan.groups == step % plan.groups
             rates[step] = np.where(own, plan.step_rate, 0.0)
     return rates
-
-
-def _deviations(confidence: float) -> float:
-    from scipy.stats import norm
-
-    return float(norm.isf((1 - confidence) / 2))

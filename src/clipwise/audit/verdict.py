@@ -106,14 +106,14 @@ def _jobs(method: Method, plan: AuditPlan) -> Iterator[Job]:
         if world.name.startswith(flooding.__name__):
             yield 1, f"{method.name}, {WHOLE_RUNS}", partial(_whole_runs, method, world, plan)
         else:
-            yield 2, f"{method.name}, steps", partial(_steps, method, world, plan, _kind(world))
+            yield 2, f"{method.name}, steps", partial(_steps, method, world, plan)
     if method.recall is not None:  # what a sample's momentum remembers is in every later release
         yield 1, f"{method.name}, {WHOLE_RUNS}", partial(_whole_runs, method, saturating(method, 1), plan)
     yield 1, f"{method.name}, one run", partial(_one_run, method, plan)
     yield 1, f"{method.name}, noise and sampling", partial(_mechanics, method, plan)
 
 
-def _steps(method: Method, world: World, plan: AuditPlan, kind: str, confidence: float) -> list[Verdict]:
+def _steps(method: Method, world: World, plan: AuditPlan, confidence: float) -> list[Verdict]:
     """What a step shows of who took part in it, and of who is in the data; composed over all steps."""
     sigma = plan.noise_multiplier
     looks = plan.trials // COPIES
@@ -126,7 +126,7 @@ def _steps(method: Method, world: World, plan: AuditPlan, kind: str, confidence:
         bound = composed(mu, rate, plan.steps, plan.delta)
         # one step's μ says it without the accountant's rounding
         detail = f"μ ≥ {mu.value:.3f}, claimed {1 / sigma:.3f} a step; {setting}"
-        return row(method, name + kind, claimed, bound, detail)
+        return row(method, name + _kind(world), claimed, bound, detail)
 
     rows = [made("step", taking_part(seen, confidence))]
     if world.rate < 1 and world.mates is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import time
 import tomllib
@@ -50,7 +49,7 @@ from clipwise.experiments.plot import plotted
 from clipwise.experiments.problem import place, posed
 from clipwise.experiments.results import formatted, summary
 from clipwise.methods import Engine, Method
-from clipwise.plain import as_json
+from clipwise.plain import as_json, with_nan
 from clipwise.records import Capture, Loss, device_of
 from clipwise.records.trees import on_device
 from clipwise.report import RunFolder
@@ -169,7 +168,7 @@ class _Study:
         kept = self.folder / f"{number}-{seed}.json"
         settings = to_toml(self.settings_of(one, seed))
         if kept.is_file():
-            found = _numbers(json.loads(text_in(kept)))
+            found = with_nan(json.loads(text_in(kept)))
             if found["settings"] != settings:
                 raise InputError(
                     f"the run {one.name!r} in {self.folder} was made with other settings than the experiment has now: "
@@ -321,15 +320,6 @@ def _descended(
         keep=keep,
         after_step=after_step,
     )
-
-
-def _numbers(tree: Any) -> Any:
-    """What ``as_json`` wrote, with NaN in the place of null: what is not finite has no other name there."""
-    if isinstance(tree, dict):
-        return {key: _numbers(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_numbers(value) for value in tree]
-    return math.nan if tree is None else tree
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from clipwise.accounting import Ledger
-from clipwise.plain import as_json, reason
+from clipwise.plain import as_json, reason, with_nan
 from clipwise.types import InputError
 
 SETTINGS, LEDGER, METRICS, CHECKPOINT = "settings.toml", "ledger.jsonl", "metrics.jsonl", "checkpoint.pt"
@@ -152,8 +151,8 @@ def lines(place: Path) -> list[dict[str, Any]]:
 
 
 def measurements(place: Path) -> list[dict[str, float]]:
-    """The rows of a file of measurements: all numbers, and NaN where JSON, which has no word for it, has null."""
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in lines(place)]
+    """The rows of a file of measurements: all numbers."""
+    return [with_nan(row) for row in lines(place)]
 
 
 def digest(file: Path) -> str:
