@@ -225,7 +225,8 @@ class Running:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         losses = cw.cross_entropy(model, batch)
-        self.average += self.rate * (float(losses.detach().mean()) - self.average)
+        if self.rate:  # 0 times what is no number is none
+            self.average += self.rate * (float(losses.detach().mean()) - self.average)
         return losses / self.average
 
 
