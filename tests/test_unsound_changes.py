@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -452,6 +453,29 @@ def test_a_buffer_that_is_not_a_number_stays_so_and_is_watched_like_others() -> 
     with pytest.raises(Refused, match="later is computed from the batch"):
         private.step(next(private.batches()))
     assert model.later.isnan().all() and private.ledger.releases == 1
+
+
+class Bank:
+    """Negatives of earlier batches, which take part once there are ``least`` of them."""
+
+    def __init__(self, least: int) -> None:
+        self.rows, self.least = deque[Tensor](maxlen=least), least
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0]).tanh()
+        losses = F.cross_entropy(outputs, batch[1], reduction="none")
+        if len(self.rows) == self.least:
+            losses = losses + torch.logsumexp(outputs @ torch.stack(list(self.rows)).T, 1)
+        self.rows.extend(outputs.detach())
+        return losses
+
+
+def test_what_mixes_samples_only_when_it_is_warm_is_refused_before_the_last_step() -> None:
+    """One sample in a bank of 300 moved the sum of each step by 0.1 bounds, as long as it was there."""
+    private = private_for(loss=Bank(6000), steps=300)
+    with pytest.raises(Refused, match="other losses the second time"):
+        list(map(private.step, private.batches()))
+    assert private.steps_taken == 299
 
 
 def test_a_table_that_grows_in_a_pass_is_named() -> None:

@@ -52,6 +52,9 @@ FIXED = frozenset(
 )
 
 
+LONG = 100  # steps of a run in which the self-test is repeated
+
+
 def _probes(method: Method) -> set[Probe | None]:
     """Where a method takes gradients, now and in its later phases."""
     return {phase.probe for phase in method.phases}
@@ -141,6 +144,9 @@ class Private:
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: set[Modes] = set()  # those that were self-tested
         self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
+        # steps before which it is repeated, since some code mixes samples only when it is warm: it costs as much as 10
+        # to 50 steps
+        self._again = {steps // 10, steps - 1} if steps >= LONG else set[int]()
         self._draws = SecretDraws(model, data)
         self._warned_of_lost = False
         self._warned_of = trained_by(model)  # the other run's ledger: make_private has warned of it
@@ -453,11 +459,14 @@ class Private:
         self._counted = self.ledger.releases
 
     def test_mode(self, trained: Iterable[str]) -> None:
-        """The self-test, unless it was passed with the modules and flags that model and loss have now."""
+        """The self-test, unless it was passed with the modules and flags that model and loss have now, and lately."""
         mode, before = modes(self.model, trained) + switches(self.model, self._passes.capture.loss), self._mode
         if mode != before:
             self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
         self._mode = mode
+        if self._taken in self._again and not self._mostly_lost():
+            self._tested.discard(mode)
+        self._again.discard(self._taken)
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
@@ -517,11 +526,16 @@ class Private:
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
 
+    def _mostly_lost(self) -> bool:
+        """Whether most samples of the last step added nothing to it, since the model has diverged."""
+        seen = self.observed
+        return seen is not None and 0 < seen.samples <= 2 * seen.non_finite
+
     def _warn_of_lost(self) -> None:
         """Warn of a step to which most samples added nothing; to ask a GPU is to wait for it, so only now and then."""
         seen = self.observed
         often = self._passes.device.type == "cpu" or self._taken % 100 == 0
-        if often and not self._warned_of_lost and seen is not None and 0 < seen.samples <= 2 * seen.non_finite:
+        if often and not self._warned_of_lost and seen is not None and self._mostly_lost():
             self._warned_of_lost = True
             some = f"{seen.non_finite} of {seen.samples} samples had no finite gradient and added nothing"
             none = "no sample had a finite gradient, so that noise alone was added"
