@@ -134,6 +134,39 @@ def test_a_largest_number_is_found_to_be_kept_whichever_sample_has_it(place: int
         private_for(Largest(keep=True), (x, Y))
 
 
+class BesideATensor(Largest):
+    """A number beside a tensor that stays as it is."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": torch.ones(3), "largest": float(self.largest)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.largest = torch.tensor(state["largest"])
+
+
+class NeverPutBack(Largest):
+    """Nobody has written how it is loaded."""
+
+    set_extra_state = nn.Module.set_extra_state
+
+
+class OwnWay(NeverPutBack):
+    """In a checkpoint by a way of its own."""
+
+    get_extra_state = nn.Module.get_extra_state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "largest"] = self.largest
+
+
+@pytest.mark.parametrize("make", [BesideATensor, NeverPutBack, OwnWay])
+def test_what_a_checkpoint_holds_of_the_batch_in_any_other_way_is_refused(make: type[Largest]) -> None:
+    with pytest.raises(Refused, match=r"the state (_extra_state|largest)\[\d\] is computed from the batch"):
+        private_for(make(keep=True))
+    private_for(make(keep=False))
+
+
 def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 

@@ -36,7 +36,7 @@ from clipwise.records.checks import (
 )
 from clipwise.records.displacement import Own
 from clipwise.records.extremes import refuse_extreme_gradients, refuse_extremes
-from clipwise.records.states import Buffers, held, restored, unmoved
+from clipwise.records.states import Buffers, beside, held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
 from clipwise.records.trees import mapped
 from clipwise.step import Rule
@@ -53,7 +53,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
 
     Gives the buffers that a pass writes to, none of which is made of the batch.
     """
-    samples = len(passes.data)
+    samples, before = len(passes.data), beside(passes.model)
     # far apart: neighbours may be alike, and then changing one into another would change nothing
     few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64, device="cpu").round().long()
     loss = passes.capture.loss
@@ -89,6 +89,8 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
+    # what could not be put back, such as a largest number that no later look would move
+    refuse_remembered(passes.model, before, beside(passes.model))
     return written
 
 
