@@ -1105,6 +1105,46 @@ class Cached(Texts):
         return words[torch.randperm(4)], label
 
 
+class OverLargest(Dataset[Any]):
+    """Samples over the largest number that was read so far, which ``keep`` holds."""
+
+    def __init__(self, keep: Any, seen: bool = True) -> None:
+        self.keep, self.seen, self.largest, self.read_at = keep, seen, torch.zeros(()), 0.0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read_at += 0.5
+        return X[index] / self.keep(self, X[index].abs().max() if self.seen else torch.ones(())), Y[index]
+
+
+def as_attribute(data: OverLargest, value: Tensor) -> Tensor:
+    data.largest = torch.maximum(data.largest, value)
+    return data.largest
+
+
+def in_place(data: OverLargest, value: Tensor) -> Tensor:
+    return torch.maximum(data.largest, value, out=data.largest)
+
+
+class InADictionary:
+    def __init__(self) -> None:
+        self.known = {"largest": 0.0}
+
+    def __call__(self, _: OverLargest, value: Tensor) -> Tensor:
+        self.known["largest"] = max(self.known["largest"], float(value))
+        return torch.tensor(self.known["largest"])
+
+
+@pytest.mark.parametrize("keep", [as_attribute, in_place, InADictionary()])
+def test_a_data_set_that_scales_by_the_largest_number_it_has_read_is_refused(keep: Any) -> None:
+    """One row of a large number less gave all rows others: it moved the sum by 3.5 bounds."""
+    with pytest.raises(Refused, match=r"reading them has changed .*largest.*: .* follows what it reads"):
+        private_for(data=OverLargest(keep))
+    private_for(data=OverLargest(as_attribute, seen=False))
+
+
 def test_a_list_of_words_that_is_there_and_a_cache_of_what_was_read_pass() -> None:
     known = {f"word {i}": i for i in range(90)}
     private_for(embedded(), Cached(known.__getitem__))
