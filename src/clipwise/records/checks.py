@@ -28,6 +28,10 @@ from clipwise.types import Batch, InputError, Refused
 
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
 AGAIN = 16  # passes after which a loss that drifts is seen
+ALONE = (
+    "clipwise gave the loss and the model one sample, as a step may draw it alone: write .squeeze(1) for .squeeze(), "
+    "which takes the samples' dimension away too, and let nothing need two samples, as a BatchNorm in training does"
+)
 MODEL_MIXES = (
     "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function), draw "
     "with NumPy (write torch.randn, whose draws are told apart by rows), or the loss may hold a gradient of its own, "
@@ -146,7 +150,11 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch, chance: RowDraws) ->
     parameters, found = trainable(model), list[list[Tensor]]()
     for i in range(batch_size(batch)):
         with unmoved(model), without_cudnn(), torch.enable_grad(), chance.of([i]):
-            losses = loss(model, row(batch, i))
+            try:
+                losses = loss(model, row(batch, i))
+            except Exception as error:
+                error.add_note(ALONE)
+                raise
             check_losses(losses, 1)
             own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
         pairs = zip(own, parameters.values(), strict=True)
@@ -267,7 +275,10 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
                 if name.startswith(BEFORE):
                     write = "leave it out there (mixup, cutmix, a mean of the batch), or mix each with public samples"
                 if name == "the loss":
-                    write = "look at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
+                    write = (
+                        "let it use no mean, count, rank or largest value of the batch, and where there is none look "
+                        "at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
+                    )
                 raise Refused(
                     f"{name} mixes the samples of a batch: changing one sample changed another's loss; {write}"
                 )
