@@ -867,6 +867,23 @@ def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.Warnings
         private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
 
 
+def test_numbers_for_a_report_that_are_measured_on_private_samples_are_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    y, others = torch.arange(30) % 3, torch.randn(30, 8)
+
+    def trained(rows: Tensor) -> None:
+        def accuracy(model: nn.Module) -> dict[str, float]:
+            return {"accuracy": float((model(rows).argmax(1) == y).float().mean())}
+
+        cw.train(nn.Linear(8, 3), cw.cross_entropy, (WIDE, y), evaluate=accuracy, epsilon=3, steps=2, batch=10)
+
+    trained(others)
+    assert not [w for w in recwarn if "evaluate names" in str(w.message)]
+    with pytest.warns(UserWarning, match="evaluate names rows, which holds the private sample 0"):
+        trained(WIDE)
+
+
 BANK = WIDE.clone()
 
 
