@@ -443,6 +443,40 @@ def test_a_buffer_that_is_made_of_the_batch_only_later_is_refused_and_gone(keep:
     assert [name for name, _ in model.named_buffers()] == ["mean"] and private.ledger.releases == 1
 
 
+class Codes(nn.Module):
+    """Rows are drawn to codes; one that nobody uses gets a row's place, once the time has come."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.codes, self.last, self.write, self.now = nn.Parameter(torch.randn(5, 6)), nn.Linear(6, 3), write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.codes, x, self.now)
+        return self.last(x + torch.cdist(x, self.codes).neg().softmax(1) @ self.codes)
+
+
+def restarted(codes: Tensor, x: Tensor, now: int) -> None:
+    if now:
+        codes[4] = x[0]
+
+
+def kept_short(codes: Tensor, x: Tensor, now: int) -> None:
+    codes.clamp_(-3, 3)
+
+
+def test_a_code_that_gets_a_sample_s_place_only_later_is_refused() -> None:
+    """The sample itself was in the model, number for number."""
+    for write in (kept_short, restarted):
+        model = Codes(write)
+        private = private_for(model)
+        private.step(next(private.batches()))
+        model.now = 1
+        with nullcontext() if write is kept_short else pytest.raises(Refused, match="step 2 wrote into .* codes"):
+            private.step(next(private.batches()))
+        assert private.ledger.releases == (2 if write is kept_short else 1)
+
+
 def test_a_buffer_that_is_not_a_number_stays_so_and_is_watched_like_others() -> None:
     """As statistics that nobody has taken yet."""
     model = Late(lambda module, mean: module.later.copy_(mean))

@@ -143,7 +143,7 @@ class Private:
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: set[Modes] = set()  # those that were self-tested
-        self._writes: dict[Modes, set[str]] = {}  # by the mode, the buffers that passes wrote to in the self-test
+        self._writes: dict[Modes, set[str]] = {}  # by the mode, what passes wrote to in the self-test
         # steps before which it is repeated, since some code mixes samples only when it is warm: it costs as much as 10
         # to 50 steps
         self._again = {steps // 10, steps - 1} if steps >= LONG else set[int]()
@@ -481,6 +481,13 @@ class Private:
         """
         if self._mode not in self._tested:
             return
+        if held := buffers.parameters_written() - self._writes[self._mode]:
+            raise Refused(
+                f"a forward pass of step {self._taken + 1} wrote into the parameter {min(held)}, as none of the "
+                "self-test did: what is made of a batch there, such as a new code for one that nobody uses, is private "
+                "data without noise; go back to the model before this step, and write into parameters between steps "
+                "alone, nothing but public or released values"
+            )
         written = buffers.written()
         if written - self._writes[self._mode]:
             buffers.put_back()

@@ -73,6 +73,7 @@ class Buffers:
             and not buffer.is_inference()
             and (buffer.numel() == 1 or (buffer.is_floating_point() and buffer.numel() <= TABLE))
         }
+        self._versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
 
     @property
     def kept(self) -> set[str]:
@@ -82,6 +83,11 @@ class Buffers:
     def written(self) -> set[str]:
         """Those that hold other values now, or are new. On a GPU, what was written through ``.data`` is not seen."""
         return {name for name, _ in self._written()} | self._new()
+
+    def parameters_written(self) -> set[str]:
+        """Parameters that were written into, but for what was written through ``.data``."""
+        now = {name: p._version for name, p in self._model.named_parameters() if name in self._versions}
+        return {name for name, version in now.items() if version != self._versions[name]}
 
     def put_back(self) -> None:
         """Those that hold other values, as they were; new ones stay, since a module may rely on what it has made."""
