@@ -250,6 +250,40 @@ def test_a_model_that_only_remembers_that_it_was_used_passes() -> None:
     private_for(FirstMean(lambda module, mean: None))
 
 
+class LargestMet:
+    """Divides losses by the largest value that it has met, which begins at ``most``."""
+
+    def __init__(self, most: float, of: Callable[[Any, Tensor], Tensor]) -> None:
+        self.most, self.of = most, of
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        losses = cw.cross_entropy(model, batch)
+        before = self.most
+        self.most = max(before, float(self.of(batch, losses.detach()).max()))
+        return losses / before
+
+
+def words_of(batch: Any, _: Tensor) -> Tensor:
+    return (batch[0] > 0).sum(1)
+
+
+def losses_of(_: Any, losses: Tensor) -> Tensor:
+    return losses
+
+
+def test_a_loss_that_scales_by_the_largest_value_it_has_met_is_refused() -> None:
+    """Such a value soon stays as it is: it was found only where a new one came up in the midst of the self-test."""
+    texts = torch.ones(ROWS, 12, dtype=torch.long)
+    texts[::5, 6:] = 0
+    texts[:2, 3:] = 0
+    model = nn.Sequential(nn.Embedding(2, 4), nn.Flatten(), nn.Linear(48, 3))
+    with pytest.raises(Refused, match="once it has seen others: it keeps something"):
+        private_for(model, (texts, Y), loss=LargestMet(1.0, words_of))
+    with pytest.raises(Refused, match="once it has seen a sample of very large values: it keeps something"):
+        private_for(loss=LargestMet(50.0, losses_of))  # more than any usual loss
+    private_for(model, (texts, Y), loss=LargestMet(12.0, words_of))
+
+
 class Running:
     """Divides by a slow average of the losses that it saw, which begins near to them."""
 

@@ -232,11 +232,12 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
     )
 
 
-def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch: Batch, others: Batch) -> None:
-    """Refuse a model that keeps something of the first batch it sees, wherever: after others first, losses differ.
+def refuse_kept_from_first(model: nn.Module, fresh: nn.Module | None, loss: Loss, batch: Batch, others: Batch) -> None:
+    """Refuse what keeps something of the first batches it sees, wherever: after others, losses differ.
 
-    ``model`` has seen ``batch`` and nothing else, ``fresh`` is its twin from before that. Edge cases: what gives other
-    losses whenever it is asked is left to the self-test.
+    ``model`` and ``loss`` have seen ``batch`` and nothing else: what only grows (a largest value) moves at first alone.
+    ``fresh`` is the model's twin from before that, if it can have one: with others first, what is kept for good is of
+    those. Edge cases: what gives other losses whenever it is asked is left to the self-test.
     """
 
     def losses(model: nn.Module, first: Batch) -> Tensor:
@@ -247,11 +248,19 @@ def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch
             return found
 
     own, again = losses(model, batch), losses(model, batch)
+    if not same_losses(own, again):
+        return
+    if not same_losses(own, losses(model, others)):
+        raise Refused(
+            "the loss or the model gives the same batch other losses the second time, once it has seen others: it "
+            "keeps something of the batches that it saw (a largest value, classes that it has met); keep nothing, or "
+            "compute it from public data before the run"
+        )
     try:
-        after_others = losses(fresh, others)
+        after_others = own if fresh is None else losses(fresh, others)
     except Exception:  # a copy of what its hooks or attributes hold need not work as that does
         return
-    if same_losses(own, again) and not same_losses(own, after_others):
+    if not same_losses(own, after_others):
         raise Refused(
             "the model gives samples other losses after it saw other samples first: it keeps something of its first "
             "batch (a mean, a range, weights that fit it) without noise, and every later step uses it; compute it from "

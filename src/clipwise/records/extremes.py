@@ -79,6 +79,14 @@ def _refuse_extreme(model: nn.Module, loss: Loss, batch: Batch, made: Callable[[
         if not same_losses(before[others], after[others]):
             name = culprit(model, told, (batch, others), (changed, others))
             raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+        with chance.of(range(chance.rows)):
+            again = seeded_losses(model, loss, batch)
+        if not same_losses(before, again):
+            raise Refused(
+                f"the loss or the model gives the same batch other losses the second time, once it has seen a sample "
+                f"{what}: it keeps something of the batches that it saw, which one sample moves for all that follow; "
+                "keep nothing of them"
+            )
 
 
 def _first_layer(model: nn.Module, loss: Loss, batch: Batch) -> int:
