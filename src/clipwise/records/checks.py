@@ -227,8 +227,8 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
         )
     raise Refused(
         "the loss or the model gives the same batch other losses the second time, with every generator at the same "
-        "seed: it keeps something of the batches that it saw, or draws from a generator of its own; keep nothing, and "
-        "draw without generator=…"
+        "seed: it keeps something of the batches that it saw, counts its passes or draws from a generator of its own; "
+        "keep nothing, move a schedule in the loop, behind private.step(batch), and draw without generator=…"
     )
 
 
