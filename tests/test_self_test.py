@@ -169,8 +169,19 @@ def test_a_loss_that_subtracts_the_batchs_mean_is_refused() -> None:
         values = loss(model, batch)
         return values - values.detach().mean()
 
-    with pytest.raises(Refused, match="the loss"):
+    with pytest.raises(Refused, match="the loss mixes .* let it use no mean, count, rank"):
         check_samples(network(), relative, (normal(4),))
+
+
+def test_what_needs_more_than_one_sample_is_told_that_a_step_may_draw_one_alone() -> None:
+    """A squeeze takes the samples' dimension away too."""
+
+    def squeezed(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(model(batch[0]).squeeze(), batch[1], reduction="none")
+
+    with pytest.raises(ValueError, match="Target size") as raised:
+        check_samples(nn.Linear(6, 1), squeezed, (torch.randn(4, 6), torch.ones(4)))
+    assert "write .squeeze(1) for .squeeze()" in raised.value.__notes__[0]
 
 
 def test_attention_between_samples_is_refused() -> None:

@@ -8,6 +8,7 @@ import copy
 import pickle
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -439,6 +440,40 @@ def test_a_buffer_that_is_made_of_the_batch_only_later_is_refused_and_gone(keep:
     assert [name for name, _ in model.named_buffers()] == ["mean"] and private.ledger.releases == 1
 
 
+class Codes(nn.Module):
+    """Rows are drawn to codes; one that nobody uses gets a row's place, once the time has come."""
+
+    def __init__(self, write: Any) -> None:
+        super().__init__()
+        self.codes, self.last, self.write, self.now = nn.Parameter(torch.randn(5, 6)), nn.Linear(6, 3), write, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.write(self.codes, x, self.now)
+        return self.last(x + torch.cdist(x, self.codes).neg().softmax(1) @ self.codes)
+
+
+def restarted(codes: Tensor, x: Tensor, now: int) -> None:
+    if now:
+        codes[4] = x[0]
+
+
+def kept_short(codes: Tensor, x: Tensor, now: int) -> None:
+    codes.clamp_(-3, 3)
+
+
+def test_a_code_that_gets_a_sample_s_place_only_later_is_refused() -> None:
+    """The sample itself was in the model, number for number."""
+    for write in (kept_short, restarted):
+        model = Codes(write)
+        private = private_for(model)
+        private.step(next(private.batches()))
+        model.now = 1
+        with nullcontext() if write is kept_short else pytest.raises(Refused, match="step 2 wrote into .* codes"):
+            private.step(next(private.batches()))
+        assert private.ledger.releases == (2 if write is kept_short else 1)
+
+
 def test_a_buffer_that_is_not_a_number_stays_so_and_is_watched_like_others() -> None:
     """As statistics that nobody has taken yet."""
     model = Late(lambda module, mean: module.later.copy_(mean))
@@ -449,6 +484,29 @@ def test_a_buffer_that_is_not_a_number_stays_so_and_is_watched_like_others() -> 
     with pytest.raises(Refused, match="later is computed from the batch"):
         private.step(next(private.batches()))
     assert model.later.isnan().all() and private.ledger.releases == 1
+
+
+class Bank:
+    """Negatives of earlier batches, which take part once there are ``least`` of them."""
+
+    def __init__(self, least: int) -> None:
+        self.rows, self.least = deque[Tensor](maxlen=least), least
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        outputs = model(batch[0]).tanh()
+        losses = F.cross_entropy(outputs, batch[1], reduction="none")
+        if len(self.rows) == self.least:
+            losses = losses + torch.logsumexp(outputs @ torch.stack(list(self.rows)).T, 1)
+        self.rows.extend(outputs.detach())
+        return losses
+
+
+def test_what_mixes_samples_only_when_it_is_warm_is_refused_before_the_last_step() -> None:
+    """One sample in a bank of 300 moved the sum of each step by 0.1 bounds, as long as it was there."""
+    private = private_for(loss=Bank(6000), steps=500)
+    with pytest.raises(Refused, match="other losses the second time"):
+        list(map(private.step, private.batches()))
+    assert private.steps_taken == 499
 
 
 def test_a_table_that_grows_in_a_pass_is_named() -> None:
@@ -607,6 +665,49 @@ def test_a_loss_that_skips_a_batch_with_a_sample_that_is_not_finite_is_refused()
 
     with pytest.raises(Refused, match=r"mixes .* one sample that is not a number .* skip no batch"):
         private_for(loss=loss)
+
+
+def skipping(model: nn.Module, batch: Any) -> Tensor:
+    losses = cw.cross_entropy(model, batch)
+    return losses if losses.isfinite().all() else 0 * losses
+
+
+def without_outliers(model: nn.Module, batch: Any) -> Tensor:
+    losses = cw.cross_entropy(model, batch)
+    own = losses.detach()
+    return losses.clamp(max=float(own.mean() + 10 * own.std(unbiased=False)))
+
+
+class OfWords(nn.Module):
+    """A text's words and their places, as many as there are samples that are looked at closely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.words, self.last = nn.Embedding(4, 8), nn.Embedding(10, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.places(torch.arange(4))
+        return self.last((self.words(x) + places).relu().mean(1))
+
+
+class OfBytes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / 255)
+
+
+WORDS = torch.randint(10, (ROWS, 4), generator=torch.Generator().manual_seed(1))
+BYTES = torch.randint(256, (ROWS, 6), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("make", "x"), [(OfWords, WORDS), (lambda: OfBytes(6, 3), BYTES)], ids=["words", "bytes"])
+@pytest.mark.parametrize("loss", [skipping, without_outliers, softmax_below(torch.max), cw.cross_entropy])
+def test_extreme_values_are_looked_for_also_behind_the_first_layer_of_words_or_bytes(
+    loss: Any, make: Any, x: Tensor
+) -> None:
+    """A text without a finite loss took all the others' terms with it: 4.1 bounds of 41 samples."""
+    torch.manual_seed(0)
+    with nullcontext() if loss is cw.cross_entropy else pytest.raises(Refused, match="mixes .* one sample "):
+        private_for(make(), (x, Y), loss=loss)
 
 
 class Hooked(nn.Module):

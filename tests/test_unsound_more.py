@@ -130,6 +130,39 @@ def test_a_largest_number_is_found_to_be_kept_whichever_sample_has_it(place: int
         private_for(Largest(keep=True), (x, Y))
 
 
+class BesideATensor(Largest):
+    """A number beside a tensor that stays as it is."""
+
+    def get_extra_state(self) -> Any:
+        return {"scale": torch.ones(3), "largest": float(self.largest)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.largest = torch.tensor(state["largest"])
+
+
+class NeverPutBack(Largest):
+    """Nobody has written how it is loaded."""
+
+    set_extra_state = nn.Module.set_extra_state
+
+
+class OwnWay(NeverPutBack):
+    """In a checkpoint by a way of its own."""
+
+    get_extra_state = nn.Module.get_extra_state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "largest"] = self.largest
+
+
+@pytest.mark.parametrize("make", [BesideATensor, NeverPutBack, OwnWay])
+def test_what_a_checkpoint_holds_of_the_batch_in_any_other_way_is_refused(make: type[Largest]) -> None:
+    with pytest.raises(Refused, match=r"the state (_extra_state|largest)\[\d\] is computed from the batch"):
+        private_for(make(keep=True))
+    private_for(make(keep=False))
+
+
 def test_an_extra_state_that_keeps_nothing_passes() -> None:
     private_for(Largest(keep=False))
 
@@ -213,6 +246,35 @@ def test_a_model_that_only_remembers_that_it_was_used_passes() -> None:
     private_for(FirstMean(lambda module, mean: None))
 
 
+class LargestMet:
+    """Divides losses by the largest value that it has met, which begins at ``most``."""
+
+    def __init__(self, most: float, of: Callable[[Tensor], Tensor]) -> None:
+        self.most, self.of = most, of
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        before = self.most
+        self.most = max(before, float(self.of(batch[0]).max()))
+        return cw.cross_entropy(model, batch) / before
+
+
+def words_in(texts: Tensor) -> Tensor:
+    return (texts > 0).sum(1)
+
+
+def test_a_loss_that_scales_by_the_largest_value_it_has_met_is_refused() -> None:
+    """Such a value soon stays as it is: it was found only where a new one came up in the midst of the self-test."""
+    texts = torch.ones(ROWS, 12, dtype=torch.long)
+    texts[::5, 6:] = 0
+    texts[:2, 3:] = 0
+    model = nn.Sequential(nn.Embedding(2, 4), nn.Flatten(), nn.Linear(48, 3))
+    with pytest.raises(Refused, match="once it has seen others: it keeps something"):
+        private_for(model, (texts, Y), loss=LargestMet(1.0, words_in))
+    with pytest.raises(Refused, match="once it has seen a sample of very large values: it keeps something"):
+        private_for(loss=LargestMet(50.0, torch.abs))  # more than any usual number
+    private_for(model, (texts, Y), loss=LargestMet(12.0, words_in))
+
+
 class Running:
     """Divides by a slow average of the losses that it saw, which begins near to them."""
 
@@ -221,7 +283,8 @@ class Running:
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         losses = cw.cross_entropy(model, batch)
-        self.average += self.rate * (float(losses.detach().mean()) - self.average)
+        if self.rate:  # 0 times what is no number is none
+            self.average += self.rate * (float(losses.detach().mean()) - self.average)
         return losses / self.average
 
 
@@ -802,6 +865,23 @@ def test_a_loss_that_names_private_samples_is_warned_of(recwarn: pytest.Warnings
         private_for(nn.Linear(8, 3), data, batch=10, loss=to_the_mean)
 
 
+def test_numbers_for_a_report_that_are_measured_on_private_samples_are_warned_of(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    y, others = torch.arange(30) % 3, torch.randn(30, 8)
+
+    def trained(rows: Tensor) -> None:
+        def accuracy(model: nn.Module) -> dict[str, float]:
+            return {"accuracy": float((model(rows).argmax(1) == y).float().mean())}
+
+        cw.train(nn.Linear(8, 3), cw.cross_entropy, (WIDE, y), evaluate=accuracy, epsilon=3, steps=2, batch=10)
+
+    trained(others)
+    assert not [w for w in recwarn if "evaluate names" in str(w.message)]
+    with pytest.warns(UserWarning, match="evaluate names rows, which holds the private sample 0"):
+        trained(WIDE)
+
+
 BANK = WIDE.clone()
 
 
@@ -1038,6 +1118,46 @@ class Cached(Texts):
             self.cache[index] = super().__getitem__(index)
         words, label = self.cache[index]
         return words[torch.randperm(4)], label
+
+
+class OverLargest(Dataset[Any]):
+    """Samples over the largest number that was read so far, which ``keep`` holds."""
+
+    def __init__(self, keep: Any, seen: bool = True) -> None:
+        self.keep, self.seen, self.largest, self.read_at = keep, seen, torch.zeros(()), 0.0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read_at += 0.5
+        return X[index] / self.keep(self, X[index].abs().max() if self.seen else torch.ones(())), Y[index]
+
+
+def as_attribute(data: OverLargest, value: Tensor) -> Tensor:
+    data.largest = torch.maximum(data.largest, value)
+    return data.largest
+
+
+def in_place(data: OverLargest, value: Tensor) -> Tensor:
+    return torch.maximum(data.largest, value, out=data.largest)
+
+
+class InADictionary:
+    def __init__(self) -> None:
+        self.known = {"largest": 0.0}
+
+    def __call__(self, _: OverLargest, value: Tensor) -> Tensor:
+        self.known["largest"] = max(self.known["largest"], float(value))
+        return torch.tensor(self.known["largest"])
+
+
+@pytest.mark.parametrize("keep", [as_attribute, in_place, InADictionary()])
+def test_a_data_set_that_scales_by_the_largest_number_it_has_read_is_refused(keep: Any) -> None:
+    """One row of a large number less gave all rows others: it moved the sum by 3.5 bounds."""
+    with pytest.raises(Refused, match=r"reading them has changed .*largest.*: .* follows what it reads"):
+        private_for(data=OverLargest(keep))
+    private_for(data=OverLargest(as_attribute, seen=False))
 
 
 def test_a_list_of_words_that_is_there_and_a_cache_of_what_was_read_pass() -> None:

@@ -49,6 +49,9 @@ FIXED = frozenset(
 )
 
 
+LONG = 500  # steps of a run in which the self-test, which takes as long as 10 to 50 steps, is repeated twice
+
+
 @dataclass(frozen=True)
 class PoissonBatch:
     """The samples of one step, to be read in chunks; ``Private.step`` takes each one once, in order."""
@@ -120,7 +123,9 @@ class Private:
         self._earlier = earlier
         self._turn = threading.Lock()
         self._mode: Modes = ()  # the model's, as it was last looked at
-        self._tested: dict[Modes, set[str]] = {}  # those that were self-tested, and the buffers that passes wrote to
+        self._tested: dict[Modes, set[str]] = {}  # those that were self-tested, and what passes wrote to
+        # steps before which it is repeated, since some code mixes samples only when it is warm
+        self._again = {steps // 10, steps - 1} if steps >= LONG else set[int]()
         self._draws = SecretDraws(self.model, self.data)
         self._warned_of_lost = False
         self._warned_of = trained_by(self.model)  # the other run's ledger: make_private has warned of it
@@ -433,11 +438,14 @@ class Private:
         self._counted = self.ledger.releases
 
     def test_mode(self, trained: Iterable[str]) -> None:
-        """The self-test, unless it was passed with the modules and flags that model and loss have now."""
+        """The self-test, unless it was passed with the modules and flags that model and loss have now, and lately."""
         mode, before = modes(self.model, trained) + switches(self.model, self._passes.capture.loss), self._mode
         if mode != before:
             self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
         self._mode = mode
+        if self._taken in self._again and not self._mostly_lost():
+            self._tested.pop(mode, None)
+        self._again.discard(self._taken)
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
             with restored(self.model), full_on_cpu():
@@ -452,6 +460,13 @@ class Private:
         """
         if self._mode not in self._tested:
             return
+        if held := buffers.parameters_written() - self._tested[self._mode]:
+            raise Refused(
+                f"a forward pass of step {self._taken + 1} wrote into the parameter {min(held)}, as none of the "
+                "self-test did: what is made of a batch there, such as a new code for one that nobody uses, is private "
+                "data without noise; go back to the model before this step, and write into parameters between steps "
+                "alone, nothing but public or released values"
+            )
         written = buffers.written()
         if written - self._tested[self._mode]:
             buffers.put_back()
@@ -493,11 +508,16 @@ class Private:
             self.fallbacks = gradients.fallbacks or self.fallbacks
             yield gradients if momenta is None else momenta.averaged(gradients, samples)
 
+    def _mostly_lost(self) -> bool:
+        """Whether most samples of the last step added nothing to it, since the model has diverged."""
+        seen = self.observed
+        return seen is not None and 0 < seen.samples <= 2 * seen.non_finite
+
     def _warn_of_lost(self) -> None:
         """Warn of a step to which most samples added nothing; to ask a GPU is to wait for it, so only now and then."""
         seen = self.observed
         often = self._passes.device.type == "cpu" or self._taken % 100 == 0
-        if often and not self._warned_of_lost and seen is not None and 0 < seen.samples <= 2 * seen.non_finite:
+        if often and not self._warned_of_lost and seen is not None and self._mostly_lost():
             self._warned_of_lost = True
             some = f"{seen.non_finite} of {seen.samples} samples had no finite gradient and added nothing"
             none = "no sample had a finite gradient, so that noise alone was added"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from clipwise.records.states import HOOKS, restored, twin
 from clipwise.records.trees import on_device, tensors
 from clipwise.types import InputError, Refused, positive, warn
 
+OTHERS = 16  # rows that a model is shown after its first ones
 MANY, APART = 8193, 1024  # norms that a method weighs together as a test, more than a batch has; of these, some alone
 
 
@@ -81,16 +83,19 @@ def refuse_gradients(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> 
         )
 
 
-def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
+def try_loss(model: nn.Module, loss: Loss, data: RowDataset, most: int = OTHERS) -> None:
     """Two rows through the loss: a wrong shape or format is an error before the noise is calibrated.
 
-    It is the first that the model sees of the data: what it keeps of its first batch is refused.
+    It is the first that the model sees of the data: what it keeps of its first batch, or of others, is refused. At
+    ``most`` so many rows go through the model at a time.
     """
     own, fresh = next(iter(trainable(model).values())), twin(model)
     places = torch.arange(len(data), device="cpu")
+    behind = places[2:][:: max(1, (len(data) - 2) // OTHERS)][: min(most, OTHERS)]
     with restored(model), torch.enable_grad():  # as in training
         with stacked():
-            rows, others = (on_device(data.rows(some), own.device) for some in (places[:2], places[-2:]))
+            some = (places[:2], behind if len(behind) else places)
+            rows, others = (on_device(data.rows(each), own.device) for each in some)
         try:
             losses_of(model, loss, rows)
         except RuntimeError as error:
@@ -104,7 +109,7 @@ def try_loss(model: nn.Module, loss: Loss, data: RowDataset) -> None:
                 raise
             write = f"model.to({other})" if own.dtype in HALF else f"x.to({own.dtype})"
             raise InputError(f"the model is {_short(own.dtype)}, the data {_short(other)}: write {write}") from error
-        if fresh is not None:
+        with suppress(torch.cuda.OutOfMemoryError):  # it is not known yet how many rows the memory holds
             refuse_kept_from_first(model, fresh, loss, rows, others)
 
 

@@ -1,7 +1,7 @@
 """Before the first step, and whenever the model's mode changes: what training computes is made of single samples.
 
 Receives: what goes through the model, and by which method.
-Gives: run, which says to which buffers passes write, or raises an error that names what is wrong and what to write.
+Gives: run, which says to what passes write, or raises an error that names what is wrong and what to write.
 
 Four samples are looked at closely (``records.checks``). Then as many as a step may have, at places drawn afresh, are
 read and computed together, and once more in pieces, each read by itself: losses, gradients and buffers must agree.
@@ -36,7 +36,7 @@ from clipwise.records.checks import (
 )
 from clipwise.records.displacement import Own
 from clipwise.records.extremes import refuse_extreme_gradients, refuse_extremes
-from clipwise.records.states import Buffers, held, restored, unmoved
+from clipwise.records.states import Buffers, beside, held, restored, unmoved
 from clipwise.records.tf32 import forbidden, without_cudnn_if_recurrent
 from clipwise.records.trees import mapped
 from clipwise.step import Rule
@@ -51,9 +51,9 @@ TINY = 1e-3  # losses of this size and below are compared as if they were of it:
 def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
     """Test the model with the rows that the method gives it: with views or public companions, say.
 
-    Gives the buffers that a pass writes to, none of which is made of the batch.
+    Gives the buffers and parameters that a pass writes to, none of which is made of the batch.
     """
-    samples = len(passes.data)
+    samples, before = len(passes.data), beside(passes.model)
     # far apart: neighbours may be alike, and then changing one into another would change nothing
     few = torch.linspace(0, samples - 1, min(FEW, samples), dtype=torch.float64, device="cpu").round().long()
     loss = passes.capture.loss
@@ -80,7 +80,7 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
     buffers = Buffers(passes.model)
     with unmoved(passes.model):  # of a largest number that these few have, no look at others would tell
         half = in_half(passes.model, capture(shown))
-        written = buffers.written()
+        written = buffers.written() | buffers.parameters_written()
     look = 0
     while look < LOOKS and size > 1:
         order = torch.randperm(size, generator=draw, device="cpu")
@@ -89,6 +89,8 @@ def run(passes: Passes, method: Method, state: PublicState) -> set[str]:
             look += 1
         except torch.cuda.OutOfMemoryError:  # a chunk may fill the memory, and a plain pass may need more
             size //= 2
+    # what could not be put back, such as a largest number that no later look would move
+    refuse_remembered(passes.model, before, beside(passes.model))
     return written
 
 

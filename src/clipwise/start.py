@@ -162,7 +162,7 @@ def make_private(
     size = _chunk(chunk, batch / ranks.count(), rows, compile)
     _warn_of_trained(model, earlier)
     if self_test and not any(phase.companions for phase in chosen.phases):  # a model of units takes no single rows
-        try_loss(model, loss, dataset)
+        try_loss(model, loss, dataset, size)
     plan = DicePlan.of(chosen, float(batch), rows)
     recorded = functools.partial(planned, plan, sampling_rate=rate, steps=count)  # by so much noise
     for event, _ in recorded(asked):

@@ -24,6 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from clipwise import methods, ranks
 from clipwise.accounting import Ledger, spent
 from clipwise.accounting.ledger import counts, listed, totals
+from clipwise.data.copies import warn_of_measured
+from clipwise.data.datasets import held
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
 from clipwise.methods import Method
@@ -133,6 +135,8 @@ def train(
     if resume:
         forget_trained(model)  # by the run that goes on, whose ledger counts
     private = make_private(model, chosen, data, loss=loss, **privacy)
+    if evaluate is not None:
+        warn_of_measured(evaluate, held(private.data))
     every = whole("evaluate_every", evaluate_every) if evaluate_every is not None else private.steps
     if monitor is not None and any(phase.companions for phase in private.method.phases):
         raise InputError(

@@ -1,7 +1,8 @@
 """Rows that are there twice: among the data, among public inputs or in the model; and rows that are elsewhere.
 
 Receives: data sets of tensors, all of whose rows are compared; of others, which have to be read, a few.
-Gives: warn_of_copies, warn_of_numbers, warn_of_named, refuse_shared, refuse_private, refuse_kept; telling, tensors_of.
+Gives: warn_of_copies, warn_of_numbers, warn_of_named, warn_of_measured, refuse_shared, refuse_private, refuse_kept;
+telling, tensors_of.
 """
 
 from __future__ import annotations
@@ -203,8 +204,7 @@ def refuse_kept(model: nn.Module, data: RowDataset) -> None:
 
 def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> None:
     """Warn of a loss, or of views, that use private samples from outside the batch: every gradient depends on them."""
-    held = ((name, [*v.parameters(), *v.buffers()] if isinstance(v, nn.Module) else v) for name, v in named(function))
-    found = _sample_in([(name, tensor) for name, value in held for tensor in tensors_of(value)], data)
+    found = _sample_named(function, data)
     if found is not None:
         name, sample = found
         warn(
@@ -212,6 +212,23 @@ def warn_of_named(who: str, function: Callable[..., Any], data: RowDataset) -> N
             "sample's loss is made of others too, without noise, which no self-test can see; use the batch alone, and "
             f"for the number of samples write it down as a number, n = len({name}), before"
         )
+
+
+def warn_of_measured(function: Callable[..., Any], data: RowDataset) -> None:
+    """Warn of numbers for a report that are measured on private samples."""
+    found = _sample_named(function, data)
+    if found is not None:
+        name, sample = found
+        warn(
+            f"evaluate names {name}, which holds the private sample {sample}: what it measures there is told without "
+            "noise, in the report and the run's folder, and no ε covers it; measure on rows that are not trained on"
+        )
+
+
+def _sample_named(function: Callable[..., Any], data: RowDataset) -> tuple[str, int] | None:
+    """The first sample that is held by something that a function names, with its name."""
+    held = ((name, [*v.parameters(), *v.buffers()] if isinstance(v, nn.Module) else v) for name, v in named(function))
+    return _sample_in([(name, tensor) for name, value in held for tensor in tensors_of(value)], data)
 
 
 def _sample_in(values: Iterable[tuple[str, Tensor]], data: RowDataset) -> tuple[str, int] | None:

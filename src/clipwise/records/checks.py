@@ -28,6 +28,10 @@ from clipwise.types import Batch, InputError, Refused
 
 SEEDS = 32  # with which a model that draws at random is looked at: mixing once in ten passes shows in 97 of 100 tests
 AGAIN = 16  # passes after which a loss that drifts is seen
+ALONE = (
+    "clipwise gave the loss and the model one sample, as a step may draw it alone: write .squeeze(1) for .squeeze(), "
+    "which takes the samples' dimension away too, and let nothing need two samples, as a BatchNorm in training does"
+)
 MODEL_MIXES = (
     "the model may use the batch size or mix samples, in its backward pass too (a hook, an autograd function), draw "
     "with NumPy (write torch.randn, whose draws are told apart by rows), or the loss may hold a gradient of its own, "
@@ -146,7 +150,11 @@ def _one_by_one(model: nn.Module, loss: Loss, batch: Batch, chance: RowDraws) ->
     parameters, found = trainable(model), list[list[Tensor]]()
     for i in range(batch_size(batch)):
         with unmoved(model), without_cudnn(), torch.enable_grad(), chance.of([i]):
-            losses = loss(model, row(batch, i))
+            try:
+                losses = loss(model, row(batch, i))
+            except Exception as error:
+                error.add_note(ALONE)
+                raise
             check_losses(losses, 1)
             own = torch.autograd.grad(losses[0], list(parameters.values()), allow_unused=True)
         pairs = zip(own, parameters.values(), strict=True)
@@ -219,16 +227,17 @@ def _repeatable(model: nn.Module, loss: Loss, batch: Batch) -> None:
         )
     raise Refused(
         "the loss or the model gives the same batch other losses the second time, with every generator at the same "
-        "seed: it keeps something of the batches that it saw, or draws from a generator of its own; keep nothing, and "
-        "draw without generator=…"
+        "seed: it keeps something of the batches that it saw, counts its passes or draws from a generator of its own; "
+        "keep nothing, move a schedule in the loop, behind private.step(batch), and draw without generator=…"
     )
 
 
-def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch: Batch, others: Batch) -> None:
-    """Refuse a model that keeps something of the first batch it sees, wherever: after others first, losses differ.
+def refuse_kept_from_first(model: nn.Module, fresh: nn.Module | None, loss: Loss, batch: Batch, others: Batch) -> None:
+    """Refuse what keeps something of the first batches it sees, wherever: after others, losses differ.
 
-    ``model`` has seen ``batch`` and nothing else, ``fresh`` is its twin from before that. Edge cases: what gives other
-    losses whenever it is asked is left to the self-test.
+    ``model`` and ``loss`` have seen ``batch`` and nothing else: what only grows (a largest value) moves at first alone.
+    ``fresh`` is the model's twin from before that, if it can have one: with others first, what is kept for good is of
+    those. Edge cases: what gives other losses whenever it is asked is left to the self-test.
     """
 
     def losses(model: nn.Module, first: Batch) -> Tensor:
@@ -239,11 +248,19 @@ def refuse_kept_from_first(model: nn.Module, fresh: nn.Module, loss: Loss, batch
             return found
 
     own, again = losses(model, batch), losses(model, batch)
+    if not same_losses(own, again):
+        return
+    if not same_losses(own, losses(model, others)):
+        raise Refused(
+            "the loss or the model gives the same batch other losses the second time, once it has seen others: it "
+            "keeps something of the batches that it saw (a largest value, classes that it has met); keep nothing, or "
+            "compute it from public data before the run"
+        )
     try:
-        after_others = losses(fresh, others)
+        after_others = own if fresh is None else losses(fresh, others)
     except Exception:  # a copy of what its hooks or attributes hold need not work as that does
         return
-    if same_losses(own, again) and not same_losses(own, after_others):
+    if not same_losses(own, after_others):
         raise Refused(
             "the model gives samples other losses after it saw other samples first: it keeps something of its first "
             "batch (a mean, a range, weights that fit it) without noise, and every later step uses it; compute it from "
@@ -267,7 +284,10 @@ def _independent(model: nn.Module, loss: Loss, batch: Batch) -> None:
                 if name.startswith(BEFORE):
                     write = "leave it out there (mixup, cutmix, a mean of the batch), or mix each with public samples"
                 if name == "the loss":
-                    write = "look at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
+                    write = (
+                        "let it use no mean, count, rank or largest value of the batch, and where there is none look "
+                        "at shapes: [n, 1] and [n] make [n, n]; write .squeeze(1), or .flatten(1).mean(1)"
+                    )
                 raise Refused(
                     f"{name} mixes the samples of a batch: changing one sample changed another's loss; {write}"
                 )

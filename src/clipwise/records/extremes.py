@@ -10,8 +10,12 @@ Nor does anybody see a limit for the whole batch's gradient before it is reached
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,34 +41,97 @@ EXTREMES = (
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
-    Edge cases: tokens stay as they are, and so do whole numbers among fractions, which may be categories. A model that
-    raises an error at such values is left alone. On CUDA a kernel that asserts its numbers would end the process: there
-    a copy of the model is looked at on the processor, and a model or a loss that cannot be there is left alone.
+    Edge cases: tokens and pictures in bytes stay as they are, and what the model's first layer makes of them becomes
+    extreme; whole numbers among fractions stay too, which may be categories. A model that raises an error at such
+    values is left alone. On CUDA a kernel that asserts its numbers would end the process: there a copy of the model is
+    looked at on the processor, and a model or a loss that cannot be there is left alone.
     """
-    if not any(t.dim() and t.is_floating_point() for t in tensors(batch)):
-        return
     if any(t.is_cuda for t in (*model.parameters(), *tensors(batch))):
         try:
             model, batch = copy.deepcopy(model).cpu(), mapped(batch, Tensor.cpu)
             seeded_losses(model, loss, batch)
         except Exception:  # it needs the device, or cannot be copied
             return
+    rows = [t for t in tensors(batch) if t.dim()]
+    fractions = [t.is_floating_point() for t in rows]
+    if any(fractions):
+        _refuse_extreme(model, loss, batch, lambda factor: (loss, mapped(batch, partial(_last_times, factor=factor))))
+    if batch_size(batch) > 1 and (not any(fractions) or any(t.dim() > 1 for t in rows if not t.is_floating_point())):
+        place = _first_layer(model, loss, batch)
+        _refuse_extreme(model, loss, batch, partial(_in_layer, place, model, loss, batch))
+
+
+def _refuse_extreme(model: nn.Module, loss: Loss, batch: Batch, made: Callable[[float], tuple[Loss, Batch]]) -> None:
+    """``made`` gives a batch whose last sample is extreme by a factor, and a loss that may tell it from the other."""
     others = slice(-1)
     chance = RowDraws(batch_size(batch), draws(model, loss, batch))
     with chance.of(range(chance.rows)):
         before = seeded_losses(model, loss, batch)
     for factor, what, write in EXTREMES:
-        changed = mapped(batch, partial(_last_times, factor=factor))
+        told, changed = made(factor)
         try:
             with chance.of(range(chance.rows)):
-                after = seeded_losses(model, loss, changed)
+                after = seeded_losses(model, told, changed)
         except Refused:
             raise
         except Exception:  # whatever a model says to values that it does not take
             continue
         if not same_losses(before[others], after[others]):
-            name = culprit(model, loss, (batch, others), (changed, others))
+            name = culprit(model, told, (batch, others), (changed, others))
             raise Refused(f"{name} mixes the samples of a batch: one sample {what} changed another's loss; {write}")
+        with chance.of(range(chance.rows)):
+            again = seeded_losses(model, loss, batch)
+        if not same_losses(before, again):
+            raise Refused(
+                f"the loss or the model gives the same batch other losses the second time, once it has seen a sample "
+                f"{what}: it keeps something of the batches that it saw, which one sample moves for all that follow; "
+                "keep nothing of them"
+            )
+
+
+def _first_layer(model: nn.Module, loss: Loss, batch: Batch) -> int:
+    """The number of the first layer's call whose output has a row of fractions for each sample; -1 for none."""
+
+    def lengths(rows: Batch) -> list[int]:
+        found: list[int] = []
+        with _given(model, lambda output: found.append(len(output))):
+            seeded_losses(model, loss, rows)
+        return found
+
+    size = batch_size(batch)
+    # of one sample less too: something else may be as many, such as the positions of a text
+    pairs = list(zip(lengths(batch), lengths(mapped(batch, lambda t: t[:-1] if t.dim() else t)), strict=False))
+    return pairs.index((size, size - 1)) if (size, size - 1) in pairs else -1
+
+
+def _in_layer(place: int, model: nn.Module, loss: Loss, batch: Batch, factor: float) -> tuple[Loss, Batch]:
+    """A copy of the batch, and a loss in which that layer makes the copy's last row extreme."""
+    copied = mapped(batch, torch.clone)
+
+    def told(model: nn.Module, batch: Batch) -> Tensor:
+        if batch is not copied:
+            return loss(model, batch)
+        calls = itertools.count()
+        with _given(model, lambda output: _last_times(output, factor) if next(calls) == place else None):
+            return loss(model, batch)
+
+    return told, copied
+
+
+@contextmanager
+def _given(model: nn.Module, change: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """Within it, the fractions that each layer gives are what ``change`` makes of them."""
+    own = set(model.modules())
+
+    def hook(module: nn.Module, _: Any, output: Any) -> Any:
+        fractions = isinstance(output, Tensor) and output.dim() and output.is_floating_point()
+        return change(output) if fractions and module in own else None
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def refuse_extreme_gradients(model: nn.Module, loss: Loss, batch: Batch) -> None:

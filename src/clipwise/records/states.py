@@ -1,9 +1,9 @@
 """What a model holds, and how it is left as it was.
 
 Receives: a model.
-Gives: modes; held, copies of all that a forward pass could write to; restored and unmoved, contexts that put it back;
-Buffers, the same for a step; same_numbers; twin, a model that has seen what this one has, and goes on
-by itself; HOOKS, where a module keeps its own.
+Gives: modes; held, copies of all that a forward pass could write to, and beside, of what is no buffer or parameter;
+restored and unmoved, contexts that put it back; Buffers, the same for a step; same_numbers; twin, a model that has seen
+what this one has, and goes on by itself; HOOKS, where a module keeps its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clipwise.records.capture import trainable
 from clipwise.records.chance import kept
-from clipwise.records.trees import tensors
+from clipwise.records.trees import mapped, tensors
 from clipwise.types import InputError
 
 Modes = tuple[Any, ...]
@@ -47,8 +47,15 @@ def modes(model: nn.Module, trained: Iterable[str]) -> Modes:
 
 def held(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all that a forward pass could write to and a checkpoint would hold."""
-    states = {f"{name}[{i}]": t for name, state in _extra_states(model) for i, t in enumerate(_numbers(state))}
-    return {name: value.detach().clone() for name, value in {**_writable(model), **states}.items()}
+    return {**{name: value.detach().clone() for name, value in _writable(model).items()}, **beside(model)}
+
+
+def beside(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a checkpoint would hold beside buffers and parameters: states of modules' own."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    own = {name: value for name, value in model.state_dict().items() if name not in known}
+    return {f"{name}[{i}]": t.detach().clone() for name, state in own.items() for i, t in enumerate(_numbers(state))}
 
 
 class Buffers:
@@ -66,6 +73,7 @@ class Buffers:
             and not buffer.is_inference()
             and (buffer.numel() == 1 or (buffer.is_floating_point() and buffer.numel() <= TABLE))
         }
+        self._versions = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
 
     @property
     def kept(self) -> set[str]:
@@ -75,6 +83,11 @@ class Buffers:
     def written(self) -> set[str]:
         """Those that hold other values now, or are new. On a GPU, what was written through ``.data`` is not seen."""
         return {name for name, _ in self._written()} | self._new()
+
+    def parameters_written(self) -> set[str]:
+        """Parameters that were written into, but for what was written through ``.data``."""
+        now = {name: p._version for name, p in self._model.named_parameters() if name in self._versions}
+        return {name for name, version in now.items() if version != self._versions[name]}
 
     def put_back(self) -> None:
         """Those that hold other values, as they were; new ones stay, since a module may rely on what it has made."""
@@ -121,18 +134,10 @@ def twin(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _extra_states(model: nn.Module) -> list[tuple[str, Any]]:
-    """What modules put into checkpoints beside buffers and parameters."""
-    return [
-        (f"{name}._extra_state".lstrip("."), module.get_extra_state())
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    ]
-
-
 def _numbers(state: Any) -> list[Tensor]:
-    """A state's tensors; of one without tensors, its bytes."""
-    return list(tensors(state)) or [torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)]
+    """A state's tensors, and the bytes of all else in it."""
+    rest = pickle.dumps(mapped(state, lambda _: None))
+    return [*tensors(state), torch.frombuffer(bytearray(rest), dtype=torch.uint8)]
 
 
 def _writable(model: nn.Module) -> dict[str, Tensor]:
