@@ -465,7 +465,8 @@ def test_a_run_that_learnt_nothing_is_told_so(capsys: pytest.CaptureFixture[str]
     assert said == (
         "warning: flat is no better than always saying the most frequent class, which is right for 75.0% of the "
         f"evaluation samples (ROC AUC {measured[-1]['roc_auc']:.3f}: 0.5 is guessing, and well above it the "
-        "probabilities tell the classes apart): try more epochs, a larger batch, another learning rate or a larger ε.\n"
+        "probabilities tell the classes apart): try more epochs, a larger batch, another learning rate or a larger ε; "
+        "a class that is rare is predicted more often by clipwise predict --threshold 0.1.\n"
     )
     assert main(["compare", "--data", data, *words, "--methods", "flat; psac", "--folder", "both"]) == 0
     assert "warning: flat and psac are no better than always saying the most frequent" in capsys.readouterr().err

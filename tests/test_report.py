@@ -220,6 +220,17 @@ def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None
     assert said in answer(level)[1]
 
 
+def test_where_no_accuracy_is_above_the_baseline_the_best_is_that_of_the_highest_roc_auc(compared: Path) -> None:
+    flat, psac, *_ = in_numbers(read([compared]))
+    rare = [
+        replace(flat, accuracy=0.94, baseline=0.94, roc_auc=0.61),
+        replace(psac, accuracy=0.93, baseline=0.94, roc_auc=0.72),
+    ]
+    assert "The highest ROC AUC is *psac*’s: 0.720 at ε" in " ".join(answer(rare)).replace(" also", "")
+    better = [rare[0], replace(rare[1], accuracy=0.95)]
+    assert "The most accurate model is *psac*’s: 95.0%" in " ".join(answer(better)).replace(" also", "")
+
+
 @pytest.mark.parametrize(("few", "many", "named"), [(0.184, 0.186, False), (0.2, 0.6, True), (0.0, 0.6, True)])
 def test_the_share_that_is_shortened_is_a_reason_only_where_it_differs(
     compared: Path, few: float, many: float, named: bool

@@ -77,6 +77,12 @@ ERROR = Quantity(lambda row: row.error, four_digits, min)
 ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
 ROC_AUC = Quantity(lambda row: row.roc_auc, "{:.3f}".format, max)
 NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
+# what says whose model is best → how that is said, and what it is
+TITLES = {
+    ACCURACY: ("most accurate model", "accuracy"),
+    ERROR: ("least error", "error"),
+    ROC_AUC: ("highest ROC AUC", "ROC AUC"),
+}
 
 
 def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
@@ -246,6 +252,14 @@ def best(found: Sequence[RunNumbers], of: Quantity) -> list[RunNumbers]:
     return first if len(first) < len(known) or len(known) == 1 else []
 
 
+def judged(found: Sequence[RunNumbers]) -> Quantity:
+    """What says whose model is best: of a rare class the ROC AUC, where no accuracy is above the baseline."""
+    if any(row.error is not None for row in found):
+        return ERROR
+    above = any((row.accuracy or 0.0) > (row.baseline or 0.0) for row in found if row.diverged is None)
+    return ACCURACY if above or all(row.roc_auc is None for row in found) else ROC_AUC
+
+
 def told(found: Sequence[RunNumbers]) -> list[str]:
     """The answer as plain text, what is wrong with runs first."""
     return [*alarms(found), *(text.replace("*", "") for text in answer(found))]
@@ -298,7 +312,7 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
         lost.setdefault(same, []).append(row)
     return [
         f"{_and(alike)} {'is' if len(alike) == 1 else 'are'} no better than always saying {same}{_areas(alike)}: try "
-        "more epochs, a larger batch, another learning rate or a larger ε."
+        f"more epochs, a larger batch, another learning rate or a larger ε{_rare(alike)}."
         for same, alike in lost.items()
     ]
 
@@ -310,6 +324,11 @@ def _areas(found: Sequence[RunNumbers]) -> str:
         return ""
     areas = "–".join(dict.fromkeys((known[0], known[-1])))
     return f" (ROC AUC {areas}: 0.5 is guessing, and well above it the probabilities tell the classes apart)"
+
+
+def _rare(found: Sequence[RunNumbers]) -> str:
+    known = any(row.roc_auc is not None for row in found)
+    return "; a class that is rare is predicted more often by clipwise predict --threshold 0.1" if known else ""
 
 
 def always_the_same(found: Sequence[RunNumbers]) -> list[str]:
@@ -368,14 +387,13 @@ def _reason(least: RunNumbers, most: RunNumbers) -> str:
 
 
 def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[str]:
-    """Who is best where bias and noise meet, and who is most accurate."""
+    """Who is best where bias and noise meet, and whose model is."""
     said = []
     if truest:
         what = f"what {_and(truest)} release{'s' if len(truest) == 1 else ''} points"
         said.append(f"With bias and noise together, {what} best along the true gradient.")
-    said += _top(found, truest, ACCURACY, "most accurate model", "accuracy") or _top(
-        found, truest, ERROR, "least error", "error"
-    )
+    of = judged(found)
+    said += _top(found, truest, of, *TITLES[of])
     return [" ".join([*said, *always_the_same(found), "One run each: small differences are chance."])] if said else []
 
 
