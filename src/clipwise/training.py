@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from clipwise.accounting import Ledger, spent
 from clipwise.accounting.ledger import counts, listed, totals
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
+from clipwise.elsewhere import RUN, lacking
 from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import four_digits, rounded_up
@@ -59,6 +60,12 @@ class Run:
             f"<private run of {type(self.model).__name__} by {self.statement.method}, δ = {self.statement.delta:g}: "
             f"{self._last()}>"
         )
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """A name that is not here is answered by what to write, where other libraries have it."""
+            raise lacking("a finished run", name, RUN)
 
     @property
     def epsilon(self) -> float:
