@@ -39,6 +39,7 @@ from clipwise.start import Privacy, make_private, refuse_unknown
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import Event, InputError, Refused, fraction, warn, whole
 
+CHECKPOINTS = 10  # of a run at least, beside those at measurements
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
 
@@ -114,7 +115,8 @@ def train(
     is tried before the first step too, so that a mistake in it does not lose the run; ``average`` is the decay of an
     exponential moving average of the weights, which is then what is evaluated and returned. With a ``folder`` the run
     can be stopped at any moment and resumed, and every release counts: where the process was killed, steps since the
-    last checkpoint are made again, and a warning says to which ε that leads; ``settings`` is a text to keep beside it,
+    last checkpoint (at every measurement, and at each tenth of the steps) are made again, and a warning says to which
+    ε that leads; ``settings`` is a text to keep beside it,
     from which the run could be made again. A ``monitor`` looks at what clipping does to its own rows, before the first
     step, whenever it is due and at the end, and the folder keeps what it saw: not private. ``tensorboard`` also writes
     the curves into the folder for TensorBoard.
@@ -226,6 +228,8 @@ class _Loop:
         if last or done % every == 0:
             if not _holds(self.metrics, done):
                 self.measure()
+            self.checkpoint()
+        elif done % -(-self.private.steps // CHECKPOINTS) == 0:  # what is repeated after a kill costs ε a second time
             self.checkpoint()
 
     def evaluated(self) -> dict[str, float]:
@@ -366,7 +370,8 @@ class _Loop:
         ends = rounded_up(spent(entries, private.delta, private.accountant, rows_per_person=rows))
         warn(
             f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
-            f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often"
+            f"ε = {ends}; a checkpoint is made at every measurement and at least {CHECKPOINTS} times a run: more often "
+            "with a smaller evaluate_every"
         )
 
     def finish(self) -> Run:
