@@ -34,6 +34,7 @@ from clipwise.report.answer import (
     RunNumbers,
     always_the_same,
     best,
+    chance,
     in_numbers,
     judged,
     privacy_costs,
@@ -257,7 +258,8 @@ def _table(
         f"Error: {ROOT_MEAN_SQUARE}." if name == "error" else "",
         "Each run had gradients of its own, so own bias does not rank the methods.",
         ranked,
-        f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
+        *(text.replace("*", "") for text in chance(found)),
+        f"Measured on {samples} samples. Name a method twice or more often to see how large chance is.",
         f"{NOTE} That is {rounded_up(together)}{f'; {UNCOVERED}' if without else '.'}",
     ]
     shown = rendered(table, "", *(Text(line) for line in lines if line))

@@ -7,6 +7,7 @@ Gives: RunNumbers of each run; answer, who is least biased and why, in sentences
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,7 @@ class RunNumbers:
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
     without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
+    setup: tuple[str, ...]  # method, and all settings but the seed: runs of the same repeat each other; () if unknown
 
     @property
     def said(self) -> str:
@@ -115,6 +117,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
             without=_without(run),
+            setup=_setup(run),
         )
         for run in runs
     ]
@@ -394,7 +397,24 @@ def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[
         said.append(f"With bias and noise together, {what} best along the true gradient.")
     of = judged(found)
     said += _top(found, truest, of, *TITLES[of])
-    return [" ".join([*said, *always_the_same(found), "One run each: small differences are chance."])] if said else []
+    return [" ".join([*said, *always_the_same(found), *chance(found)])] if said else []
+
+
+def chance(found: Sequence[RunNumbers]) -> list[str]:
+    """How far apart the runs of one setting are, where any was repeated; in any case that this is chance."""
+    of, same = judged(found), dict[tuple[str, ...], list[RunNumbers]]()
+    for row in found:
+        if row.setup and row.diverged is None and (value := of.value(row)) is not None and math.isfinite(value):
+            same.setdefault(row.setup, []).append(row)
+    spreads = []
+    for (said, _), rows in same.items():
+        values = [value for row in rows if (value := of.value(row)) is not None]
+        if len(rows) > 1:
+            mean, apart = of.shown(statistics.fmean(values)), of.shown(statistics.stdev(values))
+            spreads.append(f"{said.replace('*', '∗')} {mean} ± {apart} ({len(rows)} runs)")
+    if not spreads:
+        return ["One run each: small differences are chance."]
+    return [f"Mean and standard deviation of the {TITLES[of][1]} of runs with the same settings: {', '.join(spreads)}."]
 
 
 def _top(found: Sequence[RunNumbers], truest: Sequence[RunNumbers], of: Quantity, whose: str, what: str) -> list[str]:
@@ -426,6 +446,14 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _setup(run: Recorded) -> tuple[str, ...]:
+    if run.settings is None:
+        return ()
+    rate = f" @ {run.settings['learning_rate']}" if "learning_rate" in run.settings else ""
+    others = {name: run.statement.get(name) for name in ("noise_multiplier", "releases")} | dict(run.settings)
+    return run.statement["method"] + rate, str(sorted((k, str(v)) for k, v in others.items() if k != "seed"))
 
 
 def _without(run: Recorded) -> float | None:
