@@ -16,9 +16,9 @@ import clipwise
 
 ROOT = Path(clipwise.__file__).parent
 ORDER = (
-    "types plain jit cpu_noise gpu_noise randomness data sampling records methods engine noise step postprocess "
-    "accounting trained ranks models diagnostics advice report losses draws passes reading self_test refusals guard "
-    "private start training audit experiments config bench cli"
+    "types elsewhere plain jit cpu_noise gpu_noise randomness data sampling records methods engine noise step "
+    "postprocess accounting trained ranks models diagnostics advice report losses draws passes reading self_test "
+    "refusals guard private start training audit experiments config bench cli"
 ).split()
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 

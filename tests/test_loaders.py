@@ -419,6 +419,33 @@ def table(folder: Path, text: str = TABLE, name: str = "t.csv") -> str:
     return str(folder / name)
 
 
+def test_rows_of_one_person_are_on_one_side_and_nobody_moves_when_another_leaves(tmp_path: Path) -> None:
+    rows = [(f"P{n % 40}", n, n % 2) for n in range(120)]
+
+    def parts(without: str = "") -> list[set[float]]:
+        path = tmp_path / f"visits{without}.csv"
+        kept = "".join(f"{who},{n},{y}\n" for who, n, y in rows if who != without)
+        path.write_text("patient,visit,y\n" + kept)
+        found = load(f"csv:{path}?label=y:0|1&person=patient&columns=visit:0..1000")
+        return [{round((float(x) + 1) * 500) % 40 for x in every(part)[0]} for part in (found.train, found.test)]
+
+    train, test = parts()
+    assert train and test and not train & test and len(train | test) == 40
+    assert parts(without="P3") == [train - {3}, test - {3}]
+
+
+@pytest.mark.filterwarnings("ignore:nothing is said about the range")
+def test_whose_a_row_is_is_no_input_and_says_nothing_of_a_test_file(tmp_path: Path) -> None:
+    path = tmp_path / "visits.csv"
+    path.write_text("patient,visit,y\n" + "".join(f"P{n},{n},{n % 2}\n" for n in range(40)))
+    assert load(f"csv:{path}?label=y:0|1&person=patient").shape == (1,)
+    with pytest.raises(InputError, match="either person, which parts one file, or test_file, got both"):
+        load(f"csv:{path}?label=y:0|1&person=patient&test_file={path}")
+    path.write_text("patient,visit,y\n" + "".join(f"same,{n},{n % 2}\n" for n in range(40)))
+    with pytest.raises(InputError, match="too few in patient: write"):
+        load(f"csv:{path}?label=y:0|1&person=patient")
+
+
 def test_each_column_is_encoded_as_the_user_says(tmp_path: Path) -> None:
     path = table(tmp_path)
     said = "columns=age:17..90,pay:log(0..999),kind:a|b,town:#4"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
-from clipwise import report
+from clipwise import elsewhere, report
 from clipwise.methods import METHODS, Method, parse
 from clipwise.methods.method import Count
 from clipwise.refusals import check_weights
@@ -87,12 +88,41 @@ def test_a_complex_parameter_is_told_how_to_be_real_which_works(real: bool) -> N
         ("batch_size", "did you mean 'batch'"),
         ("module", "did you mean 'model'"),
         ("gradient_accumulation_steps", "write nothing for it: batch is the whole step's"),
+        ("shuffle", "write nothing for it: every batch is a Poisson draw"),
+        ("precision", r"write nothing for it: use torch\.autocast within the loss"),
+        ("learning_rate", r"write optimizer=lambda parameters: torch\.optim\."),
+        ("eval_dataset", "write nothing for it: data is what is trained on, and evaluate"),
+        ("class_weights", "write the weights into a loss"),
     ],
 )
 def test_the_options_of_other_libraries_are_answered_by_what_to_write(option: str, write: str) -> None:
     for name, make in (("make_private", begun), ("train", fitted)):
         with pytest.raises(TypeError, match=f"{name} has no option '{option}': {write}"):
             make(**{option: 1})
+
+
+def test_what_runs_are_asked_elsewhere_is_answered_by_what_to_write() -> None:
+    private = begun()
+    for name, write in elsewhere.PRIVATE.items():
+        with pytest.raises(AttributeError) as told:
+            getattr(private, name)
+        assert str(told.value) == f"a private run has no attribute {name!r}: write {write}"
+    with pytest.raises(AttributeError, match="a private run has no attribute 'nonsense'$"):
+        private.nonsense  # noqa: B018
+    with pytest.raises(TypeError, match=r"write private = clipwise\.make_private"):
+        _, _, _ = private
+    run = fitted()
+    for name in elsewhere.RUN:
+        with pytest.raises(AttributeError, match=f"a finished run has no attribute '{name}': write "):
+            getattr(run, name)
+
+
+def test_no_name_that_is_answered_is_one_that_works() -> None:
+    options = {*inspect.signature(cw.make_private).parameters, *inspect.signature(cw.train).parameters}
+    assert not options & elsewhere.OPTIONS.keys()
+    assert not set(cw.__all__) & elsewhere.NAMES.keys()
+    assert "write clipwise.make_private(" in str(elsewhere.lacking("module", "PrivacyEngine", elsewhere.NAMES))
+    assert "clipwise predict --help" in str(elsewhere.lacking("module", "predict", elsewhere.NAMES))
 
 
 def test_opacus_engine_is_answered_by_what_to_write() -> None:

@@ -121,6 +121,26 @@ def test_new_rows_need_no_label_and_their_columns_may_stand_in_any_order(capsys:
 
 
 @pytest.mark.filterwarnings("ignore:nothing is said about the range")
+def test_of_two_classes_a_threshold_predicts_the_second_from_that_probability_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trained(TABLE)
+    shares = sorted({float(row["p_high"]) for row in predictions(capsys, "people.csv")})
+    bar = (shares[0] + shares[-1]) / 2
+    rows = predictions(capsys, "people.csv", "--threshold", str(bar))
+    assert [row["prediction"] for row in rows] == ["high" if float(row["p_high"]) >= bar else "low" for row in rows]
+    assert {row["prediction"] for row in rows} == {"low", "high"}
+    assert "threshold must be a number above 0" in refused(capsys, "run", "--data", "people.csv", "--threshold", "-1")
+
+
+@pytest.mark.parametrize("way", ["a regression", "pictures"])
+def test_a_threshold_is_for_two_classes(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data, model = WAYS[way]
+    trained(data, "--model", model)
+    file = data.partition("?")[0].partition(":")[2]
+    assert "--threshold is for two classes, got" in refused(capsys, "run", "--data", file, "--threshold", "0.1")
+
+
 def test_columns_that_nobody_named_are_those_of_the_run_s_own_table(capsys: pytest.CaptureFixture[str]) -> None:
     trained("csv:numbers.csv?label=y:0|1")
     Path("turned.csv").write_text("more,b,a\nx,-5,5\n")

@@ -220,6 +220,29 @@ def test_the_reason_is_how_unequally_samples_are_weighed(compared: Path) -> None
     assert said in answer(level)[1]
 
 
+def test_runs_of_the_same_settings_but_the_seed_are_said_with_their_mean_and_deviation(compared: Path) -> None:
+    flat, psac, *_ = in_numbers(read([compared]))
+    assert flat.setup and flat.setup != psac.setup
+    told = " ".join(answer([flat, psac]))
+    assert "One run each: small differences are chance." in told
+    three = [replace(flat, accuracy=value, baseline=0.1) for value in (0.7, 0.8, 0.9)]
+    told = " ".join(answer([*three, psac]))
+    assert f"with the same settings: {flat.setup[0]} 80.0% ± 10.0% (3 runs)." in told and "One run each" not in told
+    alone = [replace(row, setup=()) for row in three]  # of a program, which does not say its settings
+    assert "One run each" in " ".join(answer(alone))
+
+
+def test_where_no_accuracy_is_above_the_baseline_the_best_is_that_of_the_highest_roc_auc(compared: Path) -> None:
+    flat, psac, *_ = in_numbers(read([compared]))
+    rare = [
+        replace(flat, accuracy=0.94, baseline=0.94, roc_auc=0.61),
+        replace(psac, accuracy=0.93, baseline=0.94, roc_auc=0.72),
+    ]
+    assert "The highest ROC AUC is *psac*’s: 0.720 at ε" in " ".join(answer(rare)).replace(" also", "")
+    better = [rare[0], replace(rare[1], accuracy=0.95)]
+    assert "The most accurate model is *psac*’s: 95.0%" in " ".join(answer(better)).replace(" also", "")
+
+
 @pytest.mark.parametrize(("few", "many", "named"), [(0.184, 0.186, False), (0.2, 0.6, True), (0.0, 0.6, True)])
 def test_the_share_that_is_shortened_is_a_reason_only_where_it_differs(
     compared: Path, few: float, many: float, named: bool
@@ -674,6 +697,15 @@ def test_plots_leave_a_program_s_own_backend_as_it_is(tmp_path: Path) -> None:
         assert matplotlib.get_backend() == "pdf"
     finally:
         matplotlib.use(before)
+
+
+def test_a_short_axis_of_powers_is_written_in_plain_numbers_that_do_not_meet(tmp_path: Path) -> None:
+    line = Line("psac", 0, (2.4, 3.1), (1.1, 0.9))
+    plotted(
+        [Figure("kept", "", "", (Panel("", Axis("length", log=True), Axis("weight", log=True), (line,)),))], tmp_path
+    )
+    written = (tmp_path / "kept.svg").read_text()
+    assert re.findall(r"<text[^>]*>([\d.]+)<", written) == ["2.4", "2.6", "2.8", "3", "0.9", "1", "1.1"]
 
 
 def test_plots_are_written_as_pixels_and_vectors_with_the_same_names(compared: Path, tmp_path: Path) -> None:

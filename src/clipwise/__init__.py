@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from clipwise.elsewhere import NAMES, lacking
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -85,9 +87,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"clipwise.{_MODULES[name]}")
     if name not in _WHERE:
-        write = ": write clipwise.make_private(model, optimizer, data, loss=loss, …)"
-        elsewhere = name in ("PrivacyEngine", "make_private_with_epsilon")  # what Opacus calls it
-        raise AttributeError(f"module 'clipwise' has no attribute {name!r}{write if elsewhere else ''}")
+        raise lacking("module 'clipwise'", name, NAMES)
     value = getattr(importlib.import_module(f"clipwise.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

@@ -167,6 +167,12 @@ class PredictConfig(Output):
     data: str | None = option(
         "the file with the new rows, of the kind that the run was trained on; it needs no label", None, group="what"
     )
+    threshold: float | None = option(
+        "of two classes, predict the second from this probability of it on, such as 0.1 where it is rare; the likelier "
+        "one unless given",
+        None,
+        group="output",
+    )
     keep: tuple[str, ...] = option(
         "columns of the file to put in front of the predictions, such as a number by which rows are known",
         (),

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from clipwise.accounting import Ledger
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.ledger import totals
 from clipwise.draws import SecretDraws
+from clipwise.elsewhere import PRIVATE, lacking
 from clipwise.engine import ChunkEngine
 from clipwise.guard import Guarded
 from clipwise.methods import Method
@@ -136,6 +137,19 @@ class Private:
         """How far it is, of what."""
         made = f"{self.steps_taken} of {self.steps} steps made, expected batch {self.expected_batch:g}"
         return f"<private training of {type(self.model).__name__} by {self.method}: {made} of {len(self.data)} samples>"
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """A name that is not here is answered by what to write, where other libraries have it."""
+            raise lacking("a private run", name, PRIVATE)
+
+        def __iter__(self) -> NoReturn:
+            """Refuse to be taken for a loader, or for Opacus' model, optimizer and loader."""
+            raise TypeError(
+                "a private run is one thing and no loader: write private = clipwise.make_private(…), and then "
+                "`for batch in private.batches(): private.step(batch)`"
+            )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse a copy, also a pickled one: it would release more of the same draws into a ledger of its own."""

@@ -36,6 +36,7 @@ from clipwise.data.datasets import held
 from clipwise.data.fitted import warn_of_fitted
 from clipwise.data.numbered import refuse_numbered
 from clipwise.data.parts import warn_of_parts
+from clipwise.elsewhere import OPTIONS
 from clipwise.engine import Views
 from clipwise.losses import cross_entropy
 from clipwise.methods import Method
@@ -55,24 +56,13 @@ from clipwise.types import Batch, Event, InputError, fraction, nearest, positive
 P = ParamSpec("P")
 R = TypeVar("R")
 NEARLY, DROWNED = 0.9, 5.0  # with this share of ε spent, so many times the noise is warned of
-_CHUNKS = "nothing for it: batch is the whole step's, and chunk=64 how many rows go through the model at a time"
-# options of Opacus and of Hugging Face's Trainer that no option here is near to → what to write instead
-_ELSEWHERE = {
-    "max_grad_norm": "method=clipwise.flat(1.0)",
-    "data_loader": "data=loader.dataset, and batch=… for the expected size of a step",
-    "target_delta": "delta=…",
-    "max_physical_batch_size": "chunk=…",
-    "gradient_accumulation_steps": _CHUNKS,
-    "poisson_sampling": "nothing for it: every batch is a Poisson draw",
-    "criterion": "loss=…, a function loss(model, batch) with one value per sample",
-}
 
 
 def refuse_unknown(who: str, given: Iterable[str], known: Collection[str]) -> None:
     """Refuse an option that is not there, with what to write for it."""
     for name in given:
         if name not in known:
-            write = f"write {_ELSEWHERE[name]}" if name in _ELSEWHERE else nearest(name, known)
+            write = f"write {OPTIONS[name]}" if name in OPTIONS else nearest(name, known)
             raise TypeError(f"{who} has no option {name!r}: {write}")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from clipwise.data.copies import warn_of_measured
 from clipwise.data.datasets import held
 from clipwise.diagnostics import Monitor
 from clipwise.diagnostics.quality import evaluating
+from clipwise.elsewhere import RUN, lacking
 from clipwise.methods import Method
 from clipwise.passes import PublicState
 from clipwise.plain import four_digits, rounded_up
@@ -40,6 +41,7 @@ from clipwise.start import Privacy, make_private, refuse_unknown
 from clipwise.trained import forget_trained, note_trained
 from clipwise.types import Event, InputError, Refused, fraction, warn, whole
 
+CHECKPOINTS = 10  # of a run at least, beside those at measurements
 WHOSE = "samples, in their order"  # among the private state, where it is one momentum for each
 
 
@@ -61,6 +63,12 @@ class Run:
             f"<private run of {type(self.model).__name__} by {self.statement.method}, δ = {self.statement.delta:g}: "
             f"{self._last()}>"
         )
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """A name that is not here is answered by what to write, where other libraries have it."""
+            raise lacking("a finished run", name, RUN)
 
     @property
     def epsilon(self) -> float:
@@ -109,7 +117,8 @@ def train(
     is tried before the first step too, so that a mistake in it does not lose the run; ``average`` is the decay of an
     exponential moving average of the weights, which is then what is evaluated and returned. With a ``folder`` the run
     can be stopped at any moment and resumed, and every release counts: where the process was killed, steps since the
-    last checkpoint are made again, and a warning says to which ε that leads; ``settings`` is a text to keep beside it,
+    last checkpoint (at every measurement, and at each tenth of the steps) are made again, and a warning says to which
+    ε that leads; ``settings`` is a text to keep beside it,
     from which the run could be made again. A ``monitor`` looks at what clipping does to its own rows, before the first
     step, whenever it is due and at the end, and the folder keeps what it saw: not private. ``tensorboard`` also writes
     the curves into the folder for TensorBoard.
@@ -223,6 +232,8 @@ class _Loop:
         if last or done % every == 0:
             if not _holds(self.metrics, done):
                 self.measure()
+            self.checkpoint()
+        elif done % -(-self.private.steps // CHECKPOINTS) == 0:  # what is repeated after a kill costs ε a second time
             self.checkpoint()
 
     def evaluated(self) -> dict[str, float]:
@@ -363,7 +374,8 @@ class _Loop:
         ends = rounded_up(spent(entries, private.delta, private.accountant, rows_per_person=rows))
         warn(
             f"{repeated} steps since the last checkpoint are made again, and both times count: this run will end at "
-            f"ε = {ends}; checkpoints are made at every measurement, so evaluate more often"
+            f"ε = {ends}; a checkpoint is made at every measurement and at least {CHECKPOINTS} times a run: more often "
+            "with a smaller evaluate_every"
         )
 
     def finish(self) -> Run:

@@ -34,7 +34,9 @@ from clipwise.report.answer import (
     RunNumbers,
     always_the_same,
     best,
+    chance,
     in_numbers,
+    judged,
     privacy_costs,
     ranking,
 )
@@ -58,6 +60,7 @@ NOTE = (
     "costs the ε of all runs together."
 )
 UNCOVERED = "what was trained without privacy is covered by no ε, so show this only to whoever may see the data."
+TOP = {ACCURACY: "Most accurate", ERROR: "Least error", ROC_AUC: "Highest ROC AUC"}
 NO_PRIVACY = "no privacy"  # in the place of a method; it has a space, so that it can never be one
 
 
@@ -77,7 +80,7 @@ class Compared:
     roc_auc: float | None  # of two classes, however rare one of them is
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which the run was first seen without finite numbers
-    best: bool  # the most accurate, or of the least error, as it is printed, unless all are alike
+    best: bool  # the most accurate, of the least error or of the highest ROC AUC, as printed, unless all are alike
 
 
 def run(config: CompareConfig) -> str:
@@ -106,7 +109,7 @@ def run(config: CompareConfig) -> str:
         without = _without(config, ordinary, splits, folder)
     runs = read(times)
     found = in_numbers(runs)
-    most = best(found, ACCURACY) or best(found, ERROR)
+    most = best(found, judged(found))
     rows = [
         _compared(text, run, row, times[run.path], row in most)
         for (text, _), run, row in zip(plans, runs, found, strict=True)
@@ -245,7 +248,7 @@ def _table(
     top = ", ".join(row.method for row in rows if row.best)
     ranked = ranking(found)
     lines = [
-        f"{'Least error' if name == 'error' else 'Most accurate'}: {top}." if top else "",
+        f"{TOP[judged(found)]}: {top}." if top else "",
         *always_the_same(found),
         f"Diverged: {', '.join(lost)}: write a smaller learning rate behind @." if lost else "",
         *(text.replace("*", "") for text in privacy_costs(found)),
@@ -255,7 +258,8 @@ def _table(
         f"Error: {ROOT_MEAN_SQUARE}." if name == "error" else "",
         "Each run had gradients of its own, so own bias does not rank the methods.",
         ranked,
-        f"One run each, measured on {samples} samples: small differences are chance; repeat it to see how large.",
+        *(text.replace("*", "") for text in chance(found)),
+        f"Measured on {samples} samples. Name a method twice or more often to see how large chance is.",
         f"{NOTE} That is {rounded_up(together)}{f'; {UNCOVERED}' if without else '.'}",
     ]
     shown = rendered(table, "", *(Text(line) for line in lines if line))

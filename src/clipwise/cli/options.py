@@ -21,6 +21,35 @@ from clipwise.types import InputError
 C = TypeVar("C", bound=Output)
 ELSEWHERE = {"lr": "learning-rate", "bs": "batch", "batch-size": "batch"}  # what others call our options
 
+_REPEATED = (
+    "in a comparison name a method as often as it is to run, --methods 'flat; flat; psac; psac'; runs over several "
+    "seeds are an experiment (docs/reproduce.md): write clipwise reproduce FILE --seeds 5"
+)
+_CLIP = "write it behind the method's name, --method 'flat(1.0)'"
+_WEIGHTS = (
+    "write clipwise predict --threshold 0.1 where a class is rare; weights of classes are for a loss of your own in "
+    "Python (docs/pitfalls.md)"
+)
+_PERSON = (
+    "write --rows-per-person N for how many rows one may have, and '?person=COLUMN' in --data to say whose they are"
+)
+# what others have and no option here is near to → what to write
+ANSWERS = {
+    **dict.fromkeys(("seeds", "n-seeds", "runs", "repeats", "repeat"), _REPEATED),
+    **dict.fromkeys(("clip", "clip-norm", "max-grad-norm", "l2-norm-clip"), _CLIP),
+    **dict.fromkeys(("class-weight", "class-weights", "pos-weight"), _WEIGHTS),
+    "threshold": "write it with clipwise predict, once the run is finished",
+    **dict.fromkeys(("learning-rates", "lrs", "grid"), "write clipwise compare --methods 'flat @ 0.1; flat @ 0.5'"),
+    **dict.fromkeys(
+        ("label", "target", "columns", "features"), "write it within --data, 'csv:PATH?label=NAME:low|high'"
+    ),
+    **dict.fromkeys(("test-size", "test-data", "test-file"), "write '?test_file=PATH' within --data"),
+    **dict.fromkeys(("group", "groups", "person", "id"), _PERSON),
+    **dict.fromkeys(("metric", "metrics"), "leave it out: accuracy or error is shown, and of two classes the ROC AUC"),
+    "loss": "write it in Python, clipwise.train(model, loss, data, …)",
+    **dict.fromkeys(("delta-target", "target-delta"), "write --delta 1e-5"),
+}
+
 
 class _Parser(argparse.ArgumentParser):
     """An argparse parser that raises instead of printing its usage and leaving."""
@@ -70,8 +99,10 @@ def _guess(word: str, parser: argparse.ArgumentParser) -> str:
     """The option that was meant, by its letters alone: all have the same dashes. One that begins so comes first."""
     known = {option.lstrip("-"): option for option in parser._option_string_actions}
     said = word.lstrip("-").replace("_", "-")
-    if said == "seeds" and said not in known:  # --seed would be taken for their number
-        return "runs over several seeds are an experiment (docs/reproduce.md): write clipwise reproduce FILE --seeds 5"
+    if said in ANSWERS and "model" in known:  # of commands that train
+        return ANSWERS[said]
+    if said in ("out", "output", "output-dir", "save", "save-dir"):
+        return "did you mean '--folder'?" if "folder" in known else "write > FILE behind the command"
     begun = [name for name in known if len(said) > 1 and name.startswith(said)]
     close = begun or difflib.get_close_matches(ELSEWHERE.get(said, said), known, n=1)
     return f"did you mean {known[close[0]]!r}?" if close else f"see {parser.prog} --help"

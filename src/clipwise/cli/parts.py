@@ -95,6 +95,11 @@ def use_threads(config: Training) -> None:
 def splits_for(config: Training) -> Splits:
     """The data, as tokens or as numbers, whichever the model takes."""
     splits, model = load(config.data), model_of(config)
+    if "person" in parsed(config.data).options and config.rows_per_person == 1:
+        warn(
+            "person keeps the rows of one person together, but ε is for one row: write --rows-per-person with the most "
+            "rows that one person may have, known without counting them in this file"
+        )
     vocabulary = config.vocabulary or splits.vocabulary
     if not models.takes_tokens(model):
         if splits.vocabulary is not None:  # of words; whole numbers in an npz may be quantities

@@ -25,7 +25,7 @@ from clipwise.diagnostics.quality import outputs
 from clipwise.plain import as_json
 from clipwise.report.folder import MODEL, SETTINGS, tensors_in
 from clipwise.report.runs import refuse_unfinished
-from clipwise.types import InputError, nearest
+from clipwise.types import InputError, fraction, nearest
 
 PREDICTION = "prediction"
 
@@ -47,7 +47,7 @@ def run(config: PredictConfig) -> str:
         found = outputs(_model(folder, settings, rows), _inputs(settings, rows))
     if not bool(found.isfinite().all()):
         raise InputError(f"the model of {folder} must give finite numbers, got others: its training diverged")
-    told = _told(found, rows)
+    told = _told(found, rows, config.threshold)
     table = _kept(config, rows, told) | told
     if config.json:
         return as_json([dict(zip(table, line, strict=True)) for line in zip(*table.values(), strict=True)])
@@ -106,15 +106,22 @@ def _model(folder: Path, settings: TrainConfig, rows: Unlabelled) -> nn.Module:
     return model
 
 
-def _told(found: Tensor, rows: Unlabelled) -> dict[str, list[Any]]:
-    """The likeliest class and the probability of each, or the number in the label's own unit."""
+def _told(found: Tensor, rows: Unlabelled, threshold: float | None) -> dict[str, list[Any]]:
+    """The likeliest class and the probability of each, or the number in the label's own unit.
+
+    A ``threshold`` is the user's: one found here, such as the share of rows of a class, would be one of these rows.
+    """
     label = rows.label
+    if threshold is not None and not (isinstance(label, Values) and len(label.names) == 2):
+        got = f"{len(label.names)} classes" if isinstance(label, Values) else "a regression"
+        raise InputError(f"--threshold is for two classes, got {got}: leave it out")
     if not isinstance(label, Values):
         middle, half = (label.high + label.low) / 2, (label.high - label.low) / 2
         return {PREDICTION: _numbers(middle + half * found[:, 0].double())}
     shares = found.double().softmax(1)
     each = {f"p_{name}": _numbers(share) for name, share in zip(label.names, shares.T, strict=True)}
-    return {PREDICTION: [label.names[place] for place in shares.argmax(1).tolist()], **each}
+    places = shares.argmax(1) if threshold is None else (shares[:, 1] >= fraction("threshold", threshold)).long()
+    return {PREDICTION: [label.names[place] for place in places.tolist()], **each}
 
 
 def _numbers(values: Tensor) -> list[float]:

@@ -103,7 +103,7 @@ def _digits(source: Source) -> Splits:
 
 _IMAGES = ("scale", "features")
 _TEXT = ("vocabulary", "tokens")
-_TABLE = ("label", "columns", "text", "test_file", "decimal", *_TEXT)
+_TABLE = ("label", "columns", "text", "test_file", "person", "decimal", *_TEXT)
 
 SETS = {
     "digits": _Set("", _digits),

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,11 @@ def splits(source: Source) -> Splits:
     """A csv, tsv or jsonl file, and the one with its test part where ``test_file`` names it."""
     files = [source.path]
     if "test_file" in source.options:
+        if "person" in source.options:
+            raise InputError(
+                "data must have either person, which parts one file, or test_file, got both: leave one out, and with "
+                "test_file keep all rows of a person in one file"
+            )
         files.append(Path(unescaped(source.options["test_file"])).expanduser())
     return encoded(source, [read(source, file) for file in files])
 
@@ -200,7 +206,7 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
             if not parts:
                 raise
             raise InputError(f"in the test part, {error}") from error  # its lines are another file's
-    train, test = map(Arrays, parts) if len(parts) == 2 else divided(source.name, *parts[0])
+    train, test = map(Arrays, parts) if len(parts) == 2 else _divided(source, tables[0], *parts[0])
     _warn_of_bare(said.columns)
     _warn_of_idle(said.columns, tables[0])
     label = said.label
@@ -215,6 +221,23 @@ def encoded(source: Source, tables: Sequence[Table]) -> Splits:
         vocabulary=sizes(source)[0] if said.text else None,
         unit=unit,
     )
+
+
+def _divided(source: Source, table: Table, x: Tensor, y: Tensor) -> tuple[Arrays, Arrays]:
+    """One row in five to the test, or where a column says whose a row is, one person in five with all of theirs.
+
+    On which side somebody is depends on their own cell alone, so that adding a person moves nobody else.
+    """
+    if "person" not in source.options:
+        return divided(source.name, x, y)
+    whose = _column(source, table, unescaped(source.options["person"]))
+    test = torch.tensor([zlib.crc32(word(cell).encode("utf-8", "replace")) % 5 == 0 for cell in whose])
+    if test.all() or not test.any():
+        raise InputError(
+            f"{source.name} must have rows of so many persons that some are tested on, got too few in "
+            f"{source.options['person']}: write '?test_file=PATH' with rows of others"
+        )
+    return Arrays((x[~test], y[~test])), Arrays((x[test], y[test]))
 
 
 def inputs(source: Source, said: Said, table: Table) -> Tensor:
@@ -248,7 +271,11 @@ def said_of(source: Source, table: Table) -> Said:
         raise InputError("data must have either text or columns, got both: leave one out")
     columns = dict(map(meaning, source.listed("columns")))
     if not text and not columns:
-        columns = {column: AsIs() for column in table if column != name}
+        apart = {
+            name,
+            unescaped(source.options.get("person", name)),
+        }  # a number by which somebody is known says nothing
+        columns = {column: AsIs() for column in table if column not in apart}
     if name in (*text, *columns):
         raise InputError(
             f"the label {name} must not be among the inputs, got it in text or columns: leave it out there"

@@ -7,6 +7,7 @@ Gives: RunNumbers of each run; answer, who is least biased and why, in sentences
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -56,6 +57,7 @@ class RunNumbers:
     baseline: float | None  # accuracy, or error, of always saying the most frequent class, or the mean
     diverged: int | None  # the step at which it was first seen without finite numbers
     without: float | None  # the best accuracy, or error, of the same network without privacy, which no ε covers
+    setup: tuple[str, ...]  # method, and all settings but the seed: runs of the same repeat each other; () if unknown
 
     @property
     def said(self) -> str:
@@ -77,6 +79,12 @@ ERROR = Quantity(lambda row: row.error, four_digits, min)
 ALIGNMENT = Quantity(lambda row: row.alignment, "{:.3f}".format, max)
 ROC_AUC = Quantity(lambda row: row.roc_auc, "{:.3f}".format, max)
 NOISE = Quantity(lambda row: row.noise, "{:.2g}".format, min)
+# what says whose model is best → how that is said, and what it is
+TITLES = {
+    ACCURACY: ("most accurate model", "accuracy"),
+    ERROR: ("least error", "error"),
+    ROC_AUC: ("highest ROC AUC", "ROC AUC"),
+}
 
 
 def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
@@ -109,6 +117,7 @@ def in_numbers(runs: Sequence[Recorded]) -> list[RunNumbers]:
             baseline=run.last.get("baseline"),
             diverged=run.diverged,
             without=_without(run),
+            setup=_setup(run),
         )
         for run in runs
     ]
@@ -246,6 +255,14 @@ def best(found: Sequence[RunNumbers], of: Quantity) -> list[RunNumbers]:
     return first if len(first) < len(known) or len(known) == 1 else []
 
 
+def judged(found: Sequence[RunNumbers]) -> Quantity:
+    """What says whose model is best: of a rare class the ROC AUC, where no accuracy is above the baseline."""
+    if any(row.error is not None for row in found):
+        return ERROR
+    above = any((row.accuracy or 0.0) > (row.baseline or 0.0) for row in found if row.diverged is None)
+    return ACCURACY if above or all(row.roc_auc is None for row in found) else ROC_AUC
+
+
 def told(found: Sequence[RunNumbers]) -> list[str]:
     """The answer as plain text, what is wrong with runs first."""
     return [*alarms(found), *(text.replace("*", "") for text in answer(found))]
@@ -298,7 +315,7 @@ def _no_better(found: Sequence[RunNumbers]) -> list[str]:
         lost.setdefault(same, []).append(row)
     return [
         f"{_and(alike)} {'is' if len(alike) == 1 else 'are'} no better than always saying {same}{_areas(alike)}: try "
-        "more epochs, a larger batch, another learning rate or a larger ε."
+        f"more epochs, a larger batch, another learning rate or a larger ε{_rare(alike)}."
         for same, alike in lost.items()
     ]
 
@@ -310,6 +327,11 @@ def _areas(found: Sequence[RunNumbers]) -> str:
         return ""
     areas = "–".join(dict.fromkeys((known[0], known[-1])))
     return f" (ROC AUC {areas}: 0.5 is guessing, and well above it the probabilities tell the classes apart)"
+
+
+def _rare(found: Sequence[RunNumbers]) -> str:
+    known = any(row.roc_auc is not None for row in found)
+    return "; a class that is rare is predicted more often by clipwise predict --threshold 0.1" if known else ""
 
 
 def always_the_same(found: Sequence[RunNumbers]) -> list[str]:
@@ -368,15 +390,31 @@ def _reason(least: RunNumbers, most: RunNumbers) -> str:
 
 
 def _quality(found: Sequence[RunNumbers], truest: Sequence[RunNumbers]) -> list[str]:
-    """Who is best where bias and noise meet, and who is most accurate."""
+    """Who is best where bias and noise meet, and whose model is."""
     said = []
     if truest:
         what = f"what {_and(truest)} release{'s' if len(truest) == 1 else ''} points"
         said.append(f"With bias and noise together, {what} best along the true gradient.")
-    said += _top(found, truest, ACCURACY, "most accurate model", "accuracy") or _top(
-        found, truest, ERROR, "least error", "error"
-    )
-    return [" ".join([*said, *always_the_same(found), "One run each: small differences are chance."])] if said else []
+    of = judged(found)
+    said += _top(found, truest, of, *TITLES[of])
+    return [" ".join([*said, *always_the_same(found), *chance(found)])] if said else []
+
+
+def chance(found: Sequence[RunNumbers]) -> list[str]:
+    """How far apart the runs of one setting are, where any was repeated; in any case that this is chance."""
+    of, same = judged(found), dict[tuple[str, ...], list[RunNumbers]]()
+    for row in found:
+        if row.setup and row.diverged is None and (value := of.value(row)) is not None and math.isfinite(value):
+            same.setdefault(row.setup, []).append(row)
+    spreads = []
+    for (said, _), rows in same.items():
+        values = [value for row in rows if (value := of.value(row)) is not None]
+        if len(rows) > 1:
+            mean, apart = of.shown(statistics.fmean(values)), of.shown(statistics.stdev(values))
+            spreads.append(f"{said.replace('*', '∗')} {mean} ± {apart} ({len(rows)} runs)")
+    if not spreads:
+        return ["One run each: small differences are chance."]
+    return [f"Mean and standard deviation of the {TITLES[of][1]} of runs with the same settings: {', '.join(spreads)}."]
 
 
 def _top(found: Sequence[RunNumbers], truest: Sequence[RunNumbers], of: Quantity, whose: str, what: str) -> list[str]:
@@ -408,6 +446,14 @@ def _mean(run: Recorded, name: str) -> float | None:
 def _noise(run: Recorded) -> float | None:
     seen = [own(look)["signal_to_noise"] for look in run.looks]
     return math.exp(-sum(map(math.log, seen)) / len(seen)) if seen and all(seen) else None
+
+
+def _setup(run: Recorded) -> tuple[str, ...]:
+    if run.settings is None:
+        return ()
+    rate = f" @ {run.settings['learning_rate']}" if "learning_rate" in run.settings else ""
+    others = {name: run.statement.get(name) for name in ("noise_multiplier", "releases")} | dict(run.settings)
+    return run.statement["method"] + rate, str(sorted((k, str(v)) for k, v in others.items() if k != "seed"))
 
 
 def _without(run: Recorded) -> float | None:
