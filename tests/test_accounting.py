@@ -545,8 +545,16 @@ def test_a_last_line_that_lacks_only_its_newline_counts_as_what_it_says(tmp_path
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"release", b"[1]", b'{"event": "poisson_gaussian"}', b"\xff", b'{"noise_multiplier": 1}', b"null"]
-    + [b'{"event": "poisson_gaussian", "noise_multiplier": 1' + 400 * b"0" + b', "sampling_rate": 0.1}'],
+    [
+        b"",
+        b"release",
+        b"[1]",
+        b'{"event": "poisson_gaussian"}',
+        b"\xff",
+        b'{"noise_multiplier": 1}',
+        b"null",
+        b'{"event": "poisson_gaussian", "sampling_rate": 0.1, "noise_multiplier": 1' + 400 * b"0" + b"}",
+    ],
 )
 def test_a_damaged_line_inside_a_ledger_is_an_error_that_says_where(tmp_path, line):
     path = tmp_path / "ledger.jsonl"

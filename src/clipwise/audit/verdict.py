@@ -18,6 +18,7 @@ from clipwise.audit.mechanics import mechanics
 from clipwise.audit.one_run import one_run
 from clipwise.audit.white_box import being_there, composed, observe, private_for, taking_part, trajectories
 from clipwise.methods import METHODS, Method, parse
+from clipwise.plain import no_less
 from clipwise.types import Memory, fraction, positive, whole
 
 COPIES = 64  # canaries that are looked at in one step, where they do not meet
@@ -168,7 +169,7 @@ def _whole_runs(method: Method, world: World, plan: AuditPlan, confidence: float
         noise=plan.noise,
     )
     setting = f"{plan.runs} runs with and without; σ {sigma:g}, rate {world.rate:g}"
-    return [row(method, WHOLE_RUNS, claimed, bound, f"{setting}, {plan.run_steps} steps, δ {plan.run_delta:g}")]
+    return [row(method, WHOLE_RUNS, claimed, bound, f"{setting}, {plan.run_steps} steps, δ {no_less(plan.run_delta)}")]
 
 
 def _mechanics(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict]:
