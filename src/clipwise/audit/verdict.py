@@ -153,7 +153,7 @@ def _one_run(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict
 
 def _kind(world: World) -> str:
     """What tells this world's audit apart from the method's others."""
-    name = world.name.removeprefix(saturating.__name__).strip(", ")
+    name = world.name.removeprefix(saturating.__name__).removeprefix(flooding.__name__).strip(", ")
     return f", {name}" if name else ""
 
 
@@ -169,7 +169,8 @@ def _whole_runs(method: Method, world: World, plan: AuditPlan, confidence: float
         noise=plan.noise,
     )
     setting = f"{plan.runs} runs with and without; σ {sigma:g}, rate {world.rate:g}"
-    return [row(method, WHOLE_RUNS, claimed, bound, f"{setting}, {plan.run_steps} steps, δ {no_less(plan.run_delta)}")]
+    detail = f"{setting}, {plan.run_steps} steps, δ {no_less(plan.run_delta)}"
+    return [row(method, WHOLE_RUNS + _kind(world), claimed, bound, detail)]
 
 
 def _mechanics(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict]:

@@ -221,7 +221,7 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
         *wrong,
         Text(f"{privacy}, δ = {no_less(plan.delta)}; {plan.confidence:.0%} {CONFIDENCE}; {generator}"),
     ]
-    if any(each.audit == WHOLE_RUNS for each in rows):
+    if any(each.audit.startswith(WHOLE_RUNS) for each in rows):
         last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {no_less(plan.run_delta)}"))
     last += [Text(f"membership inference, {name}: {guessed(found.as_dict())}") for name, found in membership.items()]
     if finished is not None:
