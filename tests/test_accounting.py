@@ -128,7 +128,9 @@ def test_other_events_with_impossible_values_are_errors_too(event, message):
             use(event)
 
 
-@pytest.mark.parametrize("event", [(0.0, 0.1), (-1.0, 0.1), (math.nan, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, math.nan)])
+@pytest.mark.parametrize(
+    "event", [(0.0, 0.1), (-1.0, 0.1), (math.nan, 0.1), (10**400, 0.1), (1.0, 0.0), (1.0, 1.5), (1.0, math.nan)]
+)
 def test_an_event_with_impossible_numbers_is_an_error(event):
     with pytest.raises(InputError, match="must be"):
         as_dp_event(PoissonGaussian(*event))
@@ -542,7 +544,17 @@ def test_a_last_line_that_lacks_only_its_newline_counts_as_what_it_says(tmp_path
 
 
 @pytest.mark.parametrize(
-    "line", [b"", b"release", b"[1]", b'{"event": "poisson_gaussian"}', b"\xff", b'{"noise_multiplier": 1}', b"null"]
+    "line",
+    [
+        b"",
+        b"release",
+        b"[1]",
+        b'{"event": "poisson_gaussian"}',
+        b"\xff",
+        b'{"noise_multiplier": 1}',
+        b"null",
+        b'{"event": "poisson_gaussian", "sampling_rate": 0.1, "noise_multiplier": 1' + 400 * b"0" + b"}",
+    ],
 )
 def test_a_damaged_line_inside_a_ledger_is_an_error_that_says_where(tmp_path, line):
     path = tmp_path / "ledger.jsonl"

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import clipwise as cw
 from clipwise import elsewhere, report
+from clipwise.cli.parts import spent_before
 from clipwise.methods import METHODS, Method, parse
 from clipwise.methods.method import Count
 from clipwise.refusals import check_weights
@@ -281,9 +282,14 @@ def test_what_was_spent_stands_in_a_file_that_is_there(tmp_path: Path) -> None:
     """A misspelt path would count as nothing spent; a run's own ledger begins in a new file."""
     model, path = nn.Linear(4, 3), tmp_path / "ledger.jsonl"
     with pytest.raises(
-        InputError, match=r"there is no file .*ledger\.jsonl: write the ledger\.jsonl of the earlier run"
+        InputError, match=r"the file .*ledger\.jsonl is not there: write the ledger\.jsonl of the earlier run"
     ):
         begun(model, spent=cw.Ledger(path))
+    path.touch()  # all that it held may be lost
+    with pytest.raises(InputError, match=r"ledger\.jsonl holds nothing: write"):
+        begun(model, spent=cw.Ledger(path))
+    with pytest.raises(InputError, match="holds no release, so what was spent is lost"):
+        spent_before([str(tmp_path)])
     earlier = begun(model, ledger=cw.Ledger(path))
     earlier.step(next(earlier.batches()))
     private = begun(model, spent=cw.Ledger(path))

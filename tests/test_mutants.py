@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import clipwise as cw
 from clipwise import private as loop
 from clipwise import step
+from clipwise.accounting import dice
 from clipwise.audit import AuditPlan, audit
 from clipwise.methods import Method, parse
 from clipwise.randomness import SecureStream, SeededStream, Stream
@@ -24,6 +25,8 @@ from clipwise.types import Gradient, PrivateSum, Refused, Released
 
 # One full-batch step is claimed; noise and sampling are looked at in other, sampled ones.
 PLAN = AuditPlan(sampling_rate=1.0, steps=1, trials=6400, canaries=60, runs=20, run_steps=3, noise=11)
+CERTAIN = replace(PLAN, runs=60, run_steps=4, run_epsilon=1.0)  # few runs can refute so small a claim
+IN_BLOCKS = "dice(flat(1.0), feedback_norm=1.0, memory='blocks', blocks=4)"
 LONELY = replace(PLAN, noise_multiplier=0.6, trials=9600)  # a canary that must be alone is looked at less often
 Patch = pytest.MonkeyPatch
 
@@ -177,6 +180,10 @@ def unit_counted_with_one_bound(patch: Patch) -> None:
     patch.setattr(Method, "moves", property(lambda self: 1))
 
 
+def memory_in_blocks_not_counted(patch: Patch) -> None:
+    patch.setattr(dice, "sensitivity", lambda memory, clip_norm, feedback_norm, groups: clip_norm)
+
+
 def count_without_noise(patch: Patch) -> None:
     original = loop.release
 
@@ -209,6 +216,7 @@ MUTANTS = [
     Mutant(empty_batches_without_noise, lambda: failing("flat"), "noise and sampling"),
     Mutant(layers_noised_by_their_own_bounds, lambda: failing("layerwise"), "step"),
     Mutant(unit_counted_with_one_bound, lambda: failing("p_average", LONELY), "step"),
+    Mutant(memory_in_blocks_not_counted, lambda: failing(IN_BLOCKS, CERTAIN), "whole runs, always drawn"),
     Mutant(count_without_noise, lambda: failing("adaptive(count_share=0.5)"), "noise and sampling"),
 ]
 
@@ -224,4 +232,5 @@ def test_where_nothing_is_planted_nothing_is_found() -> None:
     for text in ("flat", "layerwise", "adaptive(count_share=0.5)"):
         assert failing(text) == []
     assert failing("p_average", LONELY) == []
+    assert failing(IN_BLOCKS, CERTAIN) == []
     assert self_test_of_tied_weights() == []

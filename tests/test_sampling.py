@@ -57,6 +57,15 @@ def test_draws_are_independent_across_steps_and_across_samples(membership: torch
     assert float(correlations.abs().max()) < 7 / math.sqrt(DRAWS)
 
 
+@pytest.mark.parametrize("rate", [2.0**-60, 0.07, 0.3, 1 - 2.0**-53, 1.0])
+def test_nobody_is_drawn_more_often_than_the_rate_says(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 2⁵³ uniforms that there are, no more than their share draw a sample: here the last that does."""
+    stream, share = SeededStream(0), math.floor(rate * 2**53)
+    places = torch.tensor([share - 1, min(share, 2**53 - 1)], dtype=torch.float64).clamp(min=0)
+    monkeypatch.setattr(stream, "uniform", lambda count: places * 2.0**-53)
+    assert poisson(2, rate, stream).tolist() == ([] if not share else [0, 1] if share == 2**53 else [0])
+
+
 def test_a_small_rate_gives_empty_draws_as_often_as_it_should() -> None:
     stream = SecureStream()
     empty = sum(not len(poisson(10, 0.05, stream)) for _ in range(2000))

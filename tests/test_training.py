@@ -663,6 +663,19 @@ def test_a_ledger_that_holds_cheaper_releases_than_were_made_is_refused(number: 
         trained(folder=tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("line", [b"null", b"[]", b"{", b"\xff\xfe"])
+def test_damaged_measurements_are_an_error_of_one_line_that_loses_nothing(line: bytes, tmp_path: Path) -> None:
+    interrupted(tmp_path / "run", 4, evaluate_every=2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(line + b"\n" + metrics.read_bytes())
+    before = {place: place.read_bytes() for place in (tmp_path / "run").iterdir()}
+    with pytest.raises(InputError, match=r"^[^\n]*metrics\.jsonl is damaged \([^\n]*\): take out the lines[^\n]*$"):
+        trained(folder=tmp_path / "run", resume=True, evaluate_every=2)
+    assert {place: place.read_bytes() for place in (tmp_path / "run").iterdir()} == before
+    metrics.write_bytes(before[metrics].partition(b"\n")[2])
+    assert trained(folder=tmp_path / "run", resume=True, evaluate_every=2).statement.releases == 6
+
+
 def test_a_power_failure_cannot_lose_releases_that_a_checkpoint_holds(tmp_path: Path, monkeypatch: Any) -> None:
     synced: list[str] = []
     fsync = os.fsync

@@ -5,6 +5,7 @@ Gives: that they are refused, with the words that say why, and that their honest
 """
 
 import copy
+import os
 import pickle
 import random
 import threading
@@ -849,6 +850,26 @@ def test_a_run_is_not_copied(again: Any) -> None:
     next(private.batches())
     with pytest.raises(Refused, match=r"cannot be copied or pickled.* spent=private\.ledger"):
         again(private)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_makes_no_steps_that_the_first_one_s_ledger_would_not_count() -> None:
+    private = private_for()
+    batch = next(private.batches())
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            private.step(batch)
+        except Refused as refusal:
+            os.write(write, str(refusal).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with open(read, encoding="utf-8") as said:
+        assert "call make_private in the process that trains" in said.read()
+    private.step(batch)
+    assert private.ledger.releases == 1
 
 
 def test_a_batch_is_not_used_a_second_time_from_within_its_own_step() -> None:

@@ -2,7 +2,7 @@
 
 Receives: numbers, texts, lists and mappings.
 Gives: plain, the same with null for what JSON does not have; as_json, its text; with_nan, the way back;
-four_digits, a number for people; rounded_up, an ε for people; reason, an error.
+four_digits, a number for people; rounded_up, an ε for people; no_less, a δ; bound, an ε of an audit; reason, an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from decimal import ROUND_CEILING, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 
@@ -56,3 +56,19 @@ def rounded_up(epsilon: float) -> str:
     usual = 0.1 <= epsilon < 1e6
     up = exact.quantize(Decimal(1).scaleb(-3 if usual else exact.adjusted() - 2), ROUND_CEILING)
     return f"{up}" if usual else f"{float(up):.3g}"
+
+
+def no_less(delta: float) -> str:
+    """δ for people, six digits at most and never below itself: of a smaller one ε would be too small."""
+    if not 0 < delta < math.inf:
+        return f"{delta:g}"
+    exact = Decimal(repr(delta))
+    return f"{float(exact.quantize(Decimal(1).scaleb(exact.adjusted() - 5), ROUND_CEILING)):g}"
+
+
+def bound(epsilon: Any, *, up: bool = False) -> str:
+    """An ε of an audit: what is claimed rounded ``up``, what was shown down, so that neither says more than is so."""
+    if not isinstance(epsilon, (int, float)) or epsilon >= 1e4:
+        return "∞" if isinstance(epsilon, (int, float)) else "–"
+    step = Decimal(1 if epsilon >= 100 else "0.01")
+    return f"{Decimal(repr(epsilon)).quantize(step, ROUND_CEILING if up else ROUND_FLOOR)}"

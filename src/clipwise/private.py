@@ -7,6 +7,7 @@ Gives: Private: its batches, its steps, its ε; ``clipwise.start.make_private`` 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -122,7 +123,7 @@ class Private:
         self._indices = torch.zeros(0, dtype=torch.long, device="cpu")
         self._first_method = self._methods_used = str(method)
         self._earlier = earlier
-        self._turn = threading.Lock()
+        self._turn, self._process = threading.Lock(), os.getpid()
         self._mode: Modes = ()  # the model's, as it was last looked at
         self._tested: dict[Modes, set[str]] = {}  # those that were self-tested, and what passes wrote to
         # steps before which it is repeated, since some code mixes samples only when it is warm
@@ -239,7 +240,12 @@ class Private:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Refuse what comes while a step is made, from another thread or from within it."""
+        """Refuse what comes while a step is made, from another thread or from within it, or from a forked process."""
+        if os.getpid() != self._process:  # a fork is a copy, which nothing but this can refuse
+            raise Refused(
+                "this process was forked from the one that made this run, whose ledger would not count what is "
+                "released here: call make_private in the process that trains"
+            )
         if not self._turn.acquire(blocking=False):
             raise Refused(
                 "a step of this run is being made, and each begins where the one before it ended: two at once would "

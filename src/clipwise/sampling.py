@@ -23,8 +23,8 @@ _BLOCK = 1 << 20  # uniforms held at a time: 8 MiB whatever the size of the data
 def poisson(size: int, rate: float, stream: Stream) -> Tensor:
     """The indices of one Poisson draw, ascending.
 
-    *Guarantees.* Each of the ``size`` samples is in with probability ``rate``, rounded up by less than 2⁻⁵³,
-    independently of the others and of earlier draws.
+    *Guarantees.* Each of the ``size`` samples is in with probability ``rate``, rounded down by less than 2⁻⁵³ since
+    the ledger says no more, independently of the others and of earlier draws.
     *Edge cases.* A draw may be empty, and then it still counts as a step; at rate 1 every sample is in.
     """
     whole("size", size)
@@ -34,7 +34,7 @@ def poisson(size: int, rate: float, stream: Stream) -> Tensor:
         )
     return torch.cat(
         [
-            (stream.uniform(min(_BLOCK, size - start)) < rate).nonzero().view(-1) + start
+            (stream.uniform(min(_BLOCK, size - start)).add_(2.0**-53) <= rate).nonzero().view(-1) + start
             for start in range(0, size, _BLOCK)
         ]
     )

@@ -236,10 +236,11 @@ def _released(spent: Ledger | None, ledger: Ledger | None) -> tuple[list[tuple[E
             raise InputError(
                 f"{name} must be a ledger, got {book!r}: write {name}=clipwise.Ledger(PATH of ledger.jsonl)"
             )
-    if spent is not None and spent.path is not None and not spent.path.exists():
-        # a ledger of one's own may begin in a new file; what was spent before is in one that is there
+    if spent is not None and spent.path is not None and not spent.releases:
+        # a ledger of one's own may begin in a new file; what was spent before is in one that is there, and is not lost
+        found = "holds nothing" if spent.path.exists() else "is not there"
         raise InputError(
-            f"spent must be a ledger that something was recorded in, but there is no file {spent.path}: write the "
+            f"spent must be a ledger that something was recorded in, but the file {spent.path} {found}: write the "
             "ledger.jsonl of the earlier run or advice, or leave spent out"
         )
     held = [] if ledger is None else ledger.entries

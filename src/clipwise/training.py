@@ -31,7 +31,7 @@ from clipwise.diagnostics.quality import evaluating
 from clipwise.elsewhere import RUN, lacking
 from clipwise.methods import Method
 from clipwise.passes import PublicState
-from clipwise.plain import four_digits, rounded_up
+from clipwise.plain import four_digits, no_less, rounded_up
 from clipwise.private import Private
 from clipwise.records import Loss, batch_size, trainable
 from clipwise.report import RunFolder, Statement, own
@@ -60,8 +60,8 @@ class Run:
     def __repr__(self) -> str:
         """What was trained how, its privacy and its last measurement."""
         return (
-            f"<private run of {type(self.model).__name__} by {self.statement.method}, δ = {self.statement.delta:g}: "
-            f"{self._last()}>"
+            f"<private run of {type(self.model).__name__} by {self.statement.method}, "
+            f"δ = {no_less(self.statement.delta)}: {self._last()}>"
         )
 
     if not TYPE_CHECKING:  # which would take every name for one that is there

@@ -160,16 +160,24 @@ class Citation:
         )
 
 
+def _finite(value: object) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number may be larger than any float
+        return False
+
+
 def positive(name: str, value: float) -> float:
     """The value, if it is a finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+    if not _finite(value) or value <= 0:
         raise InputError(f"{name} must be a number above 0, got {value!r}")
     return float(value)
 
 
 def at_least_zero(name: str, value: float) -> float:
     """The value, if it is a finite number of at least zero."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+    if not _finite(value) or value < 0:
         raise InputError(f"{name} must be a number of at least 0, got {value!r}")
     return float(value)
 

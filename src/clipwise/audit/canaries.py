@@ -162,6 +162,11 @@ def flooding(method: Method, canaries: int) -> World:
     return replace(world, name="flooding", data=rows(method, x), rate=1 / size)
 
 
+def staying(method: Method, canaries: int) -> World:
+    """The same, and the canary is drawn whenever it may be: without luck runs show twice what a draw moves."""
+    return replace(flooding(method, canaries), name="flooding, always drawn", rate=1 / groups(method))
+
+
 def groups(method: Method) -> int:
     """How many groups of samples take turns."""
     return 1 if method.feedback is None else method.feedback.groups
@@ -186,7 +191,7 @@ CANARIES: dict[str, tuple[Plant, ...]] = {
     "disk": (saturating,),
     "batch_clipping": (saturating,),
     "p_average": (turning,),
-    "dice": (flooding,),
+    "dice": (flooding, staying),
 }
 
 
@@ -211,7 +216,7 @@ def worlds(method: Method, canaries: int) -> tuple[World, ...]:
         if now.companions:  # their normalisation leaves no room for curvature
             plants.pop(curved, None)
         if turning in plants or flooding in plants:  # canaries that share a unit or a feedback weaken each other
-            plants = {plant: None for plant in plants if plant in (turning, flooding)}
+            plants = {plant: None for plant in plants if plant in (turning, flooding, staying)}
         made = [plant(now, canaries) for plant in plants]
         found += made if len(plan) == 1 else [replace(w, name=f"{w.name}, phase {number}") for w in made]
     return tuple(found)

@@ -18,6 +18,7 @@ from clipwise.audit.mechanics import mechanics
 from clipwise.audit.one_run import one_run
 from clipwise.audit.white_box import being_there, composed, observe, private_for, taking_part, trajectories
 from clipwise.methods import METHODS, Method, parse
+from clipwise.plain import no_less
 from clipwise.types import Memory, fraction, positive, whole
 
 COPIES = 64  # canaries that are looked at in one step, where they do not meet
@@ -152,7 +153,7 @@ def _one_run(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict
 
 def _kind(world: World) -> str:
     """What tells this world's audit apart from the method's others."""
-    name = world.name.removeprefix(saturating.__name__).strip(", ")
+    name = world.name.removeprefix(saturating.__name__).removeprefix(flooding.__name__).strip(", ")
     return f", {name}" if name else ""
 
 
@@ -168,7 +169,8 @@ def _whole_runs(method: Method, world: World, plan: AuditPlan, confidence: float
         noise=plan.noise,
     )
     setting = f"{plan.runs} runs with and without; σ {sigma:g}, rate {world.rate:g}"
-    return [row(method, WHOLE_RUNS, claimed, bound, f"{setting}, {plan.run_steps} steps, δ {plan.run_delta:g}")]
+    detail = f"{setting}, {plan.run_steps} steps, δ {no_less(plan.run_delta)}"
+    return [row(method, WHOLE_RUNS + _kind(world), claimed, bound, detail)]
 
 
 def _mechanics(method: Method, plan: AuditPlan, confidence: float) -> list[Verdict]:

@@ -25,7 +25,7 @@ from clipwise.cli.retrained import Retrained
 from clipwise.cli.screen import rendered
 from clipwise.config import AuditConfig, TrainConfig, flag, from_toml, made
 from clipwise.methods import Method
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, bound, no_less, rounded_up
 from clipwise.report.folder import AUDIT, LEDGER, MODEL, SETTINGS, STATEMENT, STATEMENT_TEXT, digest, text_in, write
 from clipwise.report.runs import (
     RECOUNT,
@@ -151,7 +151,7 @@ def _ledger(finished: _Finished) -> Verdict:
         spent = ledger.epsilon(stated["delta"], stated["accountant"], rows_per_person=rows)
         releases = ledger.releases
         kinds = counts(listed(ledger.entries))
-    claim = f"({rounded_up(stated['epsilon'])}, {stated['delta']:g})-differentially private"
+    claim = f"({rounded_up(stated['epsilon'])}, {no_less(stated['delta'])})-differentially private"
     wrong = []
     if releases != stated["releases"]:
         wrong.append(f"the ledger holds {releases} releases, and {STATEMENT} says {stated['releases']}")
@@ -204,7 +204,7 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     labels = _labels([each.method for each in rows])
     before = ""
     for each in rows:
-        numbers = [_number(value) for value in (each.claimed, each.shown, each.ceiling)]
+        numbers = [bound(each.claimed, up=True), bound(each.shown), bound(each.ceiling)]
         held = f"holds{'*' if too_weak(asdict(each)) else ''}"  # one character: the table has no room for more
         mark = Text(held if each.passed else "FALSE", style="" if each.passed else "bold red")
         table.add_row("" if each.method == before else labels[each.method], each.audit, *numbers, mark)
@@ -216,9 +216,13 @@ def _text(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], fini
     wrong = [Text(f"FALSE  {each.method}, {each.audit}: {each.detail}") for each in rows if not each.passed]
     generator = "secure noise" if plan.noise == "secure" else f"seeded noise ({plan.noise})"
     privacy = f"noise multiplier {plan.noise_multiplier:g}, rate {plan.sampling_rate:g}, {plan.steps} steps"
-    last = [*legend, *wrong, Text(f"{privacy}, δ = {plan.delta:g}; {plan.confidence:.0%} {CONFIDENCE}; {generator}")]
-    if any(each.audit == WHOLE_RUNS for each in rows):
-        last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {plan.run_delta:g}"))
+    last = [
+        *legend,
+        *wrong,
+        Text(f"{privacy}, δ = {no_less(plan.delta)}; {plan.confidence:.0%} {CONFIDENCE}; {generator}"),
+    ]
+    if any(each.audit.startswith(WHOLE_RUNS) for each in rows):
+        last.append(Text(f"{WHOLE_RUNS}: {plan.run_steps} steps, δ = {no_less(plan.run_delta)}"))
     last += [Text(f"membership inference, {name}: {guessed(found.as_dict())}") for name, found in membership.items()]
     if finished is not None:
         if (most := rows_per_person(finished.statement)) > 1:
@@ -249,10 +253,6 @@ def _labels(expressions: list[str]) -> dict[str, str]:
         label = " ".join([method.name, *(str(method.settings[key]) for key in differ)])
         found[text] = label if len(label) <= LABEL else f"{method.name} {same.index(method) + 1}"
     return found
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else "∞" if value >= 1e4 else f"{value:.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def _json(plan: AuditPlan, rows: list[Verdict], membership: dict[str, Roc], finished: _Finished | None) -> str:

@@ -13,7 +13,7 @@ from clipwise.accounting.calibration import least_noise, steps_in
 from clipwise.accounting.dice import DicePlan, planned
 from clipwise.accounting.events import relation, spent
 from clipwise.config import CalibrateConfig, flag, one_given
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, no_less, rounded_up
 from clipwise.types import InputError, fraction, whole
 
 
@@ -38,7 +38,7 @@ def run(config: CalibrateConfig) -> str:
     if config.noise_multiplier is None:
         epsilon = config.epsilon or 0.0
         noise = least_noise(recorded, epsilon, delta, accountant, rows)
-        answer = f"noise multiplier {noise:g} keeps ε ≤ {epsilon:g}"
+        answer = f"noise multiplier {noise:g} keeps ε ≤ {no_less(epsilon)}"
     else:
         noise = config.noise_multiplier
         epsilon = spent(recorded(noise), delta, accountant, rows_per_person=rows)
@@ -50,7 +50,7 @@ def run(config: CalibrateConfig) -> str:
         values |= {} if over is None else {"method": over.method, "sensitivity": over.sensitivity}
         return as_json(values, indent=None)
     return (
-        f"{answer} at δ = {delta:g}\n"
+        f"{answer} at δ = {no_less(delta)}\n"
         f"  {steps} Poisson-sampled steps at rate {rate:g}; neighbours: {neighbours}; {accountant}\n"
         + ("" if over is None else f"  {_told(over)}\n")
     )

@@ -25,7 +25,7 @@ from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import begun, resume_command, resumed
 from clipwise.config import CompareConfig, TrainConfig, Training, to_toml
 from clipwise.data import Splits
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, no_less, rounded_up
 from clipwise.report import epsilon_together, own, read, write_report
 from clipwise.report.answer import (
     ACCURACY,
@@ -121,7 +121,7 @@ def run(config: CompareConfig) -> str:
         values["rows_per_person"] = config.rows_per_person
         values |= {"epsilon_of_all_runs": together, "runs": [asdict(row) for row in rows], "no_privacy": without}
         return as_json(values, indent=None if config.json_lines else 2)
-    at = f"δ = {config.delta:g}{for_whom(config.rows_per_person)}"
+    at = f"δ = {no_less(config.delta)}{for_whom(config.rows_per_person)}"
     samples = " or ".join(map(str, sorted({evaluation_samples(plan, splits) for _, plan in plans})))
     return "" if config.quiet else _table(rows, without, found, together, at, samples, page)
 

@@ -261,6 +261,8 @@ def spent_before(folders: Sequence[str]) -> Ledger:
         if not place.is_file():
             raise InputError(f"there is no {LEDGER} in {folder}: --spent takes folders of earlier runs or advice")
         ledger = Ledger(place)
+        if not ledger.releases:
+            raise InputError(f"{place} holds no release, so what was spent is lost: restore it, or leave --spent out")
         if (place.parent / STATEMENT).is_file():  # of a finished run
             refuse_other_releases(place.parent, statement_in(place.parent), ledger)
         together.extend(ledger.entries)

@@ -18,7 +18,7 @@ from clipwise.cli.runs import new_folder, run_one, warn_of
 from clipwise.cli.screen import Bar, quality, rendered
 from clipwise.cli.stopping import resumed
 from clipwise.config import TrainConfig
-from clipwise.plain import as_json, four_digits, rounded_up
+from clipwise.plain import as_json, four_digits, no_less, rounded_up
 from clipwise.report import read
 from clipwise.report.answer import in_numbers
 from clipwise.report.folder import refuse_unfit
@@ -74,7 +74,8 @@ def _summary(finished: Run, samples: int, seconds: float) -> str:
     if "roc_auc" in last:
         table.add_row("ROC AUC", f"{last['roc_auc']:.3f} between the two classes; 0.5 is guessing")
     table.add_row(
-        "privacy", f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {stated.delta:g}, {counted(stated.as_dict())}"
+        "privacy",
+        f"[bold]ε = {rounded_up(stated.epsilon)}[/] at δ = {no_less(stated.delta)}, {counted(stated.as_dict())}",
     )
     table.add_row("noise", f"multiplier {stated.noise_multiplier:g}, generator {stated.generator}{seeded}")
     table.add_row("time", f"{seconds:.1f} s")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from clipwise.plain import four_digits, rounded_up
+from clipwise.plain import four_digits, no_less, rounded_up
 from clipwise.report.figures import fair, left_out
 from clipwise.report.runs import ROOT_MEAN_SQUARE, Recorded, attacked, comparable, own, rows_per_person
 from clipwise.report.statement import for_whom
@@ -359,7 +359,7 @@ def _single(row: RunNumbers) -> list[str]:
         reached = f" reached {row.accuracy:.1%} accuracy"
     elif row.error is not None:
         reached = f" ended with an error ({ROOT_MEAN_SQUARE}) of {four_digits(row.error)}"
-    at = f"ε = {rounded_up(row.epsilon)}, δ = {row.delta:g}{for_whom(row.rows_per_person)}"
+    at = f"ε = {rounded_up(row.epsilon)}, δ = {no_less(row.delta)}{for_whom(row.rows_per_person)}"
     said = [f"{row.said}{reached or ' was trained'} at {at}."]
     said += always_the_same([row])
     if row.bias is not None and row.clipped is not None:

@@ -147,7 +147,13 @@ def text_in(place: Path) -> str:
 
 def lines(place: Path) -> list[dict[str, Any]]:
     """What a file of one JSON object per line holds; nothing where there is no such file."""
-    return [json.loads(line) for line in text_in(place).split("\n")[:-1]]  # a machine may stop within the last line
+    try:  # without the last line, within which a machine may have stopped
+        found = [json.loads(line) for line in text_in(place).split("\n")[:-1]]
+        if not all(isinstance(row, dict) for row in found):
+            raise ValueError("expected {…} in every line")
+    except ValueError as error:
+        raise InputError(f"{place} is damaged ({error}): take out the lines that clipwise did not write") from error
+    return found
 
 
 def measurements(place: Path) -> list[dict[str, float]]:

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from clipwise.methods import papers
-from clipwise.plain import as_json, rounded_up
+from clipwise.plain import as_json, bound, no_less, rounded_up
 from clipwise.report.answer import (
     ACCURACY,
     ALIGNMENT,
@@ -256,7 +255,7 @@ def _privacy(runs: Sequence[Recorded]) -> str:
         said.append(
             "<p>Each ε covers its own run. Choosing among the runs by what this page shows of them is a choice that no "
             "single run’s ε covers: towards the training data it costs the ε of all of them together, "
-            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {delta:g}{for_whom(rows)}.</p>"
+            f"<strong>{rounded_up(epsilon_together(runs))}</strong> at δ = {no_less(delta)}{for_whom(rows)}.</p>"
         )
     if any(run.without for run in runs):
         said.append(f"<p>{UNCOVERED}</p>")
@@ -264,7 +263,7 @@ def _privacy(runs: Sequence[Recorded]) -> str:
         stated = run.statement
         said.append(
             f'<details id="run-{number}"{" open" if len(runs) == 1 else ""}><summary>{_swatch(number)}'
-            f"{escape(run.name)}: ε = {rounded_up(stated['epsilon'])}, δ = {stated['delta']:g}, "
+            f"{escape(run.name)}: ε = {rounded_up(stated['epsilon'])}, δ = {no_less(stated['delta'])}, "
             f"{counted(stated)}</summary>"
             f"<pre tabindex=0>{escape(run.stated.strip() or json.dumps(dict(stated), indent=1))}</pre>"
             f"<p class=sub>From {escape(str(run.path))}</p>{_audit(run)}</details>"
@@ -282,7 +281,10 @@ def _audit(run: Recorded) -> str:
     rows = run.audit["rows"]
     lines = "".join(
         f"<tr><th scope=row>{escape(str(row['audit']))}</th>"
-        + "".join(f"<td class=num>{_number(row.get(name))}</td>" for name in ("claimed", "shown", "ceiling"))
+        + "".join(
+            f"<td class=num>{bound(row.get(name), up=name == 'claimed')}</td>"
+            for name in ("claimed", "shown", "ceiling")
+        )
         + f"<td>{'<strong>FALSE</strong>' if not row['passed'] else 'holds*' if too_weak(row) else 'holds'}</td></tr>"
         for row in rows
     )
@@ -302,10 +304,6 @@ def _audit(run: Recorded) -> str:
         "<th scope=col class=num>could show</th>"
         f"<th scope=col>verdict</th></tr></thead><tbody>{lines}</tbody></table></div>{guesses}"
     )
-
-
-def _number(value: Any) -> str:
-    return "–" if not isinstance(value, (int, float)) else f"{value:.3g}" if value < 1e4 else "∞"
 
 
 def _citations(runs: Sequence[Recorded]) -> str:
@@ -340,9 +338,12 @@ def _setting(runs: Sequence[Recorded]) -> str:
             said.append(str(values.pop()))
     if len(counts := {counted(run.statement) for run in runs}) == 1:
         said += counts
-    for name, text in (("expected_batch", "{:g} samples a step expected"), ("delta", "δ = {:g}")):
+    for name, text in (
+        ("expected_batch", "{:g} samples a step expected".format),
+        ("delta", lambda delta: f"δ = {no_less(delta)}"),
+    ):
         if len({run.statement.get(name) for run in runs}) == 1 and name in first.statement:
-            said.append(text.format(first.statement[name]))
+            said.append(text(first.statement[name]))
     looks = next((run.looks[-1] for run in runs if run.looks), None)
     if looks is not None:
         said.append(f"gradients of {looks['samples']} {looks['data']} samples")

@@ -17,7 +17,7 @@ from typing import Any
 from clipwise.accounting import Ledger
 from clipwise.accounting.events import discretisation, relation
 from clipwise.accounting.ledger import listed, totals
-from clipwise.plain import rounded_up
+from clipwise.plain import no_less, rounded_up
 from clipwise.types import BlockGaussian, Event, MemoryGaussian
 
 
@@ -105,9 +105,9 @@ class Statement:
         spent = rounded_up(self.epsilon)
         times = f" = {rounded_up(math.exp(float(spent)))}" if self.epsilon < 14 else ""  # a million says no more
         lines = [
-            f"({spent}, {self.delta:g})-differentially private: {self.relation} of the training data.",
+            f"({spent}, {no_less(self.delta)})-differentially private: {self.relation} of the training data.",
             f"  meaning      whatever follows from the releases is at most e^{spent}{times} times as likely with any "
-            f"{whom} as without, and the reverse, plus a probability of {self.delta:g}{large}",
+            f"{whom} as without, and the reverse, plus a probability of {no_less(self.delta)}{large}",
             f"  accountant   {self.accountant}{grid}, {counted(self.as_dict())}",
             f"  sampling     {self.sampling}, rate {rate}, expected batch {self.expected_batch:g} of {samples} samples",
             f"  noise        multiplier {self.noise_multiplier:.6g}, generator {self.generator}{seeded}",
