@@ -54,9 +54,11 @@ def sq_norms(records: Sequence[Record]) -> list[Tensor]:
     outers = {i: outer for i, outer in outers.items() if outer.form.kept == "gram"}
     parts, pairs = list[Tensor](), list[tuple[Tensor, Tensor]]()
     for i, record in enumerate(records):
+        if i in outers:
+            continue
         if isinstance(record, Outer) and not record.a.is_cuda and record.form.kept == "gram":
             pairs.append((record.a, record.b))
-        elif i not in outers:
+        else:
             parts.append(record.sq_norm())
     parts += [gram_sq_norm(a, b) for a, b in _side_by_side(pairs)]
     for places in _alike(outers):
