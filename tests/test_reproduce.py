@@ -270,10 +270,11 @@ def test_the_last_iterates_are_given_oldest_first() -> None:
         "momentum_per_sample(flat(1.0))",
         "dice(memory='blocks')",
         "dice(memory='bounded')",
+        "batch_clipping(flat(1.0))",
     ],
 )
-def test_what_changes_from_step_to_step_is_not_run_without_noise(method: str) -> None:
-    with pytest.raises(InputError, match="same at every step"):
+def test_what_changes_from_step_to_step_or_needs_public_inputs_is_not_run_without_noise(method: str) -> None:
+    with pytest.raises(InputError, match="same at every step and needs no public inputs"):
         run_line(method, 1)
 
 
@@ -570,7 +571,7 @@ settings = { data = "npz:other.npz" }
 
 
 def test_a_network_of_the_users_takes_the_place_of_the_experiments_own() -> None:
-    text = own(OWN.replace('"membership", "window"', '"membership"'))
+    text = own(OWN.replace('"membership", "window"', '"membership"').replace("samples = 40", "samples = 0"))  # a batch
     small, large = (
         values(made(text, "--only", "free", *words))["free"] for words in ([], ["--model", "mlp(hidden=9)"])
     )

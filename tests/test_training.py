@@ -525,8 +525,21 @@ def test_a_run_is_not_resumed_under_another_plan_which_its_statement_would_then_
     changed: dict[str, Any], tmp_path: Path
 ) -> None:
     interrupted(tmp_path / "run", 2)
-    with pytest.raises(InputError):
+    (name,) = changed
+    said = "the run began with" if name == "batch" else f"{name} must be what the run began with"
+    with pytest.raises(InputError, match=said):
         trained(folder=tmp_path / "run", resume=True, **changed)
+
+
+def test_a_run_that_the_self_test_refuses_late_can_be_ended_without_it_and_its_statement_says_so(
+    tmp_path: Path,
+) -> None:
+    interrupted(tmp_path / "run", 2, self_test=True)
+    run = trained(folder=tmp_path / "run", resume=True, self_test=False)
+    assert not run.statement.self_tested and run.statement.releases == 6
+    interrupted(tmp_path / "other", 2, self_test=False)
+    with pytest.raises(InputError, match="self_test must be what the run began with, False, got True"):
+        trained(folder=tmp_path / "other", resume=True, self_test=True)
 
 
 @pytest.mark.parametrize(

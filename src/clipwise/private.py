@@ -463,14 +463,23 @@ class Private:
         if mode != before:
             self._passes.capture.plans.clear()  # it may hold its samples in another dimension now
         self._mode = mode
-        if self._taken in self._again and not self._mostly_lost():
+        if late := self._taken in self._again and not self._mostly_lost():
             self._tested.pop(mode, None)
         self._again.discard(self._taken)
         if self._self_tested and mode not in self._tested:
             # restored also where it is refused: its buffers would hold what it was shown
-            with restored(self.model), full_on_cpu():
-                phases = {phase.probe: phase for phase in self.method.phases}.values()
-                written = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
+            try:
+                with restored(self.model), full_on_cpu():
+                    phases = {phase.probe: phase for phase in self.method.phases}.values()
+                    written = set().union(*(self_test.run(self._passes, p, self.state) for p in phases))
+            except Refused as error:
+                if not late:
+                    raise
+                raise Refused(
+                    f"{error}; found only now, when the self-test was repeated after {self._taken} steps: ε may not "
+                    "hold for them. To end this run all the same, resume it with self_test=False, which its statement "
+                    "will say"
+                ) from error
             self._tested[mode] = written  # only now: a model that cannot be restored is refused too
 
     def _test_written(self, buffers: Buffers, trained: Iterable[str]) -> None:

@@ -209,7 +209,7 @@ class _Study:
             plan = replace(plan, resume=str(place))
         done = run_one(plan, splits, place, bar, look, command=resume_command(self.config, self.folder))
         steps: Curve = [dict(measured) | rows.get(measured["step"], {}) for measured in done.metrics]
-        final, curves = self._end(done.model, splits)
+        final, curves = self._end(done.model, splits, len(keys))
         return summary(steps, final), {"steps": steps, **curves}
 
     def settings_of(self, one: Planned, seed: int) -> TrainConfig:
@@ -253,7 +253,7 @@ class _Study:
                 row |= measures.gradients(engine, few, method, compare)
         return row
 
-    def _end(self, model: nn.Module, splits: Splits) -> tuple[dict[str, float], Curves]:
+    def _end(self, model: nn.Module, splits: Splits, samples: int) -> tuple[dict[str, float], Curves]:
         """What is measured of the final model."""
         final: dict[str, float] = {}
         curves: Curves = {}
@@ -261,7 +261,7 @@ class _Study:
             found, curves["reliability"] = measures.calibrated(model, splits.test)
             final |= found
         if "membership" in self.experiment.measures:
-            found, curves["roc"] = measures.attacked(model, splits.train, splits.test, self.experiment.samples)
+            found, curves["roc"] = measures.attacked(model, splits.train, splits.test, samples)
             final |= found
         return final, curves
 
@@ -279,7 +279,7 @@ class _Study:
                 rows.append({"step": float(step), **seen, **self._look(model, splits, keys, method, engine(keys))})
 
         iterates = _descended(plan, model, loss_of(splits), splits.train, look, self.experiment.window)
-        final, curves = self._end(model, splits)
+        final, curves = self._end(model, splits, len(keys))
         if "window" in self.experiment.measures:
             few = splits.train.rows(keys)
             found, curves["window"] = measures.window(ChunkEngine(Capture(model, loss_of(splits)), keys), few, iterates)

@@ -50,11 +50,14 @@ def descend(
 
     Guarantees: the same sums as a private step of this method, divided by the expected batch.
     Edge cases: methods that change from step to step (adaptive, schedule), draw from groups of samples (feedback that
-    is forgotten in blocks or bounded) or keep a momentum for each sample are refused.
+    is forgotten in blocks or bounded), keep a momentum for each sample or need public companions are refused.
     """
     grouped = method.feedback is not None and method.feedback.memory in ("blocks", "bounded")
     if method.after is not None or method.recall is not None or method.companions or grouped:
-        raise InputError(f"a run without noise takes a method that is the same at every step, got {method}")
+        raise InputError(
+            "a run without noise takes a method that is the same at every step and needs no public inputs, got "
+            f"{method}"
+        )
     if whole("batch", batch) > len(data):
         raise InputError(f"batch must be at most the {len(data)} samples of the data, got {batch}")
     post = identity() if post is None else post
