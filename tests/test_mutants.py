@@ -216,7 +216,7 @@ MUTANTS = [
     Mutant(empty_batches_without_noise, lambda: failing("flat"), "noise and sampling"),
     Mutant(layers_noised_by_their_own_bounds, lambda: failing("layerwise"), "step"),
     Mutant(unit_counted_with_one_bound, lambda: failing("p_average", LONELY), "step"),
-    Mutant(memory_in_blocks_not_counted, lambda: failing(IN_BLOCKS, CERTAIN), "whole runs, always drawn"),
+    Mutant(memory_in_blocks_not_counted, lambda: failing(IN_BLOCKS, CERTAIN), "whole runs, drawn"),
     Mutant(count_without_noise, lambda: failing("adaptive(count_share=0.5)"), "noise and sampling"),
 ]
 

@@ -164,7 +164,7 @@ def flooding(method: Method, canaries: int) -> World:
 
 def staying(method: Method, canaries: int) -> World:
     """The same, and the canary is drawn whenever it may be: without luck runs show twice what a draw moves."""
-    return replace(flooding(method, canaries), name="flooding, always drawn", rate=1 / groups(method))
+    return replace(flooding(method, canaries), name="flooding, drawn", rate=1 / groups(method))
 
 
 def groups(method: Method) -> int:
