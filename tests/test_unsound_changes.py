@@ -823,6 +823,20 @@ def test_a_loss_that_needs_the_gpu_is_not_shown_extremes(monkeypatch: pytest.Mon
     refuse_extremes(model, loss, (X[:4], Y[:4]))
 
 
+@pytest.mark.parametrize("most", [0, 10_000], ids=["large", "small"])
+def test_a_large_model_of_words_on_a_gpu_is_not_copied_to_the_processor(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of long texts would take minutes there."""
+    torch.manual_seed(0)
+    model = OfWords()
+    first = next(model.parameters())
+    monkeypatch.setattr("clipwise.records.extremes.LARGE", most)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda tensor: tensor is first))
+    with pytest.raises(Refused, match="mixes .* one sample ") if most else nullcontext():
+        refuse_extremes(model, skipping, (WORDS[:4], Y[:4]))
+
+
 def _cross_entropy_of_shares(model: nn.Module, batch: Any) -> Tensor:
     x, y = batch
     return F.binary_cross_entropy(torch.sigmoid(model(x)), y, reduction="none").flatten(1).mean(1)

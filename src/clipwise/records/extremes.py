@@ -38,25 +38,33 @@ EXTREMES = (
 )
 
 
+LARGE = 2**25  # parameters: of more, a few samples' passes take a processor seconds, and texts are long
+
+
 def refuse_extremes(model: nn.Module, loss: Loss, batch: Batch) -> None:
     """Refuse what lets the last sample, of extreme values, change another's loss.
 
     Edge cases: tokens and pictures in bytes stay as they are, and what the model's first layer makes of them becomes
     extreme; whole numbers among fractions stay too, which may be categories. A model that raises an error at such
     values is left alone. On CUDA a kernel that asserts its numbers would end the process: there a copy of the model is
-    looked at on the processor, and a model or a loss that cannot be there is left alone.
+    looked at on the processor, of a large one not behind its first layer, and a model or a loss that cannot be there is
+    left alone.
     """
-    if any(t.is_cuda for t in (*model.parameters(), *tensors(batch))):
+    rows = [t for t in tensors(batch) if t.dim()]
+    inputs = any(t.is_floating_point() for t in rows)
+    behind = batch_size(batch) > 1 and (not inputs or any(t.dim() > 1 for t in rows if not t.is_floating_point()))
+    if any(t.is_cuda for t in (*model.parameters(), *rows)):
+        behind = behind and sum(p.numel() for p in model.parameters()) <= LARGE
+        if not (inputs or behind):
+            return
         try:
             model, batch = copy.deepcopy(model).cpu(), mapped(batch, Tensor.cpu)
             seeded_losses(model, loss, batch)
         except Exception:  # it needs the device, or cannot be copied
             return
-    rows = [t for t in tensors(batch) if t.dim()]
-    fractions = [t.is_floating_point() for t in rows]
-    if any(fractions):
+    if inputs:
         _refuse_extreme(model, loss, batch, lambda factor: (loss, mapped(batch, partial(_last_times, factor=factor))))
-    if batch_size(batch) > 1 and (not any(fractions) or any(t.dim() > 1 for t in rows if not t.is_floating_point())):
+    if behind:
         place = _first_layer(model, loss, batch)
         _refuse_extreme(model, loss, batch, partial(_in_layer, place, model, loss, batch))
 
