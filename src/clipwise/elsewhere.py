@@ -85,9 +85,7 @@ NAMES = {
     "ModuleValidator": "nothing for it: what cannot be trained is refused, with the layer to write instead",
     "BatchMemoryManager": "chunk=64 in make_private: how many rows go through the model at a time",
     **dict.fromkeys(("Trainer", "fit"), "clipwise.train(model, loss, data, …)"),
-    **dict.fromkeys(
-        ("get_noise_multiplier", "noise_multiplier"), "clipwise.calibrate(epsilon=…, delta=…, sampling_rate=…, steps=…)"
-    ),
+    **dict.fromkeys(("get_noise_multiplier", "noise_multiplier"), _CALIBRATE),
     **dict.fromkeys(("RDPAccountant", "Accountant"), 'accountant="rdp" in make_private, or clipwise.epsilon(…)'),
     **dict.fromkeys(("load", "load_data"), "clipwise.data.load(…)"),
     **dict.fromkeys(("compare", "predict", "cite", "advise"), "it in a shell: clipwise {name} --help"),
