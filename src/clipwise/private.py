@@ -477,8 +477,8 @@ class Private:
                     raise
                 raise Refused(
                     f"{error}; found only now, when the self-test was repeated after {self._taken} steps: ε may not "
-                    "hold for them. To end this run all the same, resume it with self_test=False, which its statement "
-                    "will say"
+                    "hold for them. To end this run all the same, resume it with self_test=False (--no-self-test), "
+                    "which its statement will say"
                 ) from error
             self._tested[mode] = written  # only now: a model that cannot be restored is refused too
 
